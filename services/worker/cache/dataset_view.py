@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,9 +14,11 @@ from contracts.datasets import SplitFiles
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardRequestLine
 from services.worker import metrics
-from services.worker.cache.shard_files import ShardFiles
-from services.worker.core.prefetch_schedule import SPECULATIVE_S, PrefetchSchedule, ReadSequence
+from services.worker.core.prefetch_schedule import SPECULATIVE_S, ReadSequence
 from services.worker.local_files import relative_path
+
+if TYPE_CHECKING:
+    from services.worker.cache.shard_cache import ShardCache
 
 #: Shards fetched behind one that a rank requests without a plan.
 READ_AHEAD = 4
@@ -39,27 +41,16 @@ class ManifestSplits(BaseModel):
     splits: dict[str, SplitFiles]
 
 
-class ShardProvider(Protocol):
-    """What a view needs of the node's shard cache."""
-
-    @property
-    def files(self) -> ShardFiles: ...
-    @property
-    def schedule(self) -> PrefetchSchedule: ...
-    def wake(self, within_s: float = 0.0) -> None: ...
-    def remove_view(self, view: DatasetView) -> None: ...
-
-
 class DatasetView:
     """One placement's use of a dataset: what its ranks read, request and have."""
 
-    def __init__(self, provider: ShardProvider, folder: Path, bucket: str, manifest: ManifestSplits) -> None:
+    def __init__(self, cache: ShardCache, folder: Path, bucket: str, manifest: ManifestSplits) -> None:
         """List the shards.
 
         Raises:
             ValueError: a path of the manifest leads out of the folder.
         """
-        self._provider, self.folder, self.bucket = provider, folder, bucket
+        self._cache, self.folder, self.bucket = cache, folder, bucket
         self.splits = {name: files.shards for name, files in manifest.splits.items()}
         #: By path: the shard, its split and its number there.
         self._by_path = {
@@ -93,10 +84,10 @@ class DatasetView:
             needs = ((files[n].sha256, first, last) for n, first, last in line.needs or () if 0 <= n < len(files))
             self._add_sequence(key, ReadSequence(needs, at=line.at, per_s=line.per_s))
         elif line.at >= known.at:
-            self._provider.schedule.advance(known, line.at, line.per_s)
+            self._cache.schedule.advance(known, line.at, line.per_s)
         self._remove_sequences(("ahead", line.split, line.rank), ("guess", line.split, NO_RANK))
         # Each rank sends its position once a second: many of them are acted on together.
-        self._provider.wake(within_s=0.0 if line.needs is not None else POSITION_DELAY_S)
+        self._cache.wake(within_s=0.0 if line.needs is not None else POSITION_DELAY_S)
 
     def prefetch_split(self, split: str) -> None:
         """Fetch a split when nothing else is to be fetched, until a rank sends a plan for it."""
@@ -113,17 +104,17 @@ class DatasetView:
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.requests.setdefault(shard.sha256, []).append(reply)
         if self._problems.pop(shard.sha256, None) is not None:
-            self._provider.schedule.update(shard.sha256)
+            self._cache.schedule.update(shard.sha256)
         if ("plan", split, line.rank) not in self._sequences:
             self._read_ahead(split, number, line.rank)
         started = time.monotonic()
-        self._provider.wake()
+        self._cache.wake()
         try:
             return await reply
         finally:
             metrics.SHARD_WAIT_SECONDS.observe(time.monotonic() - started)
             self._remove_request(shard.sha256, reply)
-            self._provider.wake()
+            self._cache.wake()
 
     async def fetch_splits(self, splits: Iterable[str]) -> None:
         """Fetch every shard of these splits, and keep them until the view is closed.
@@ -138,7 +129,7 @@ class DatasetView:
             sequence = ReadSequence.of_list((shard.sha256 for shard in files), every_s=1e-6)
             self._add_sequence(("whole", "", NO_RANK), sequence)
             for shard in files:
-                self._provider.schedule.update_place(shard.sha256)
+                self._cache.schedule.update_place(shard.sha256)
         for shard in files:
             while shard.sha256 not in self.ready:
                 problem = await self.request(ShardRequestLine(rank=NO_RANK, generation=0, shard=shard.path))
@@ -151,7 +142,7 @@ class DatasetView:
         for sha256 in self.requests:
             self._reply(sha256, CLOSED)
         self._remove_sequences(*self._sequences)
-        self._provider.remove_view(self)
+        self._cache.remove_view(self)
 
     def _read_ahead(self, split: str, number: int, rank: int) -> None:
         """Fetch the next shards of a split that a rank reads without a plan: most likely it reads all in order."""
@@ -162,17 +153,15 @@ class DatasetView:
         """Follow a sequence in place of the one before it."""
         self._remove_sequences(key)
         self._sequences[key] = sequence
-        self._provider.schedule.add(sequence, self)
+        self._cache.schedule.add(sequence, self)
 
     def _remove_sequences(self, *keys: tuple[str, str, int]) -> None:
-        self._provider.schedule.remove(*(self._sequences.pop(key) for key in keys if key in self._sequences))
+        self._cache.schedule.remove(*(self._sequences.pop(key) for key in keys if key in self._sequences))
 
     def _remove_request(self, sha256: str, reply: asyncio.Future[str]) -> None:
-        others = [each for each in self.requests.get(sha256, ()) if each is not reply]
+        others = [each for each in self.requests.pop(sha256, ()) if each is not reply]
         if others:
             self.requests[sha256] = others
-        else:
-            self.requests.pop(sha256, None)
 
     # -- what the cache brings ----------------------------------------------
 
@@ -185,7 +174,7 @@ class DatasetView:
 
     def add_shard(self, sha256: str) -> None:
         """Link a verified shard into the folder, and reply to the ranks that wait for it."""
-        files = self._provider.files
+        files = self._cache.files
         for shard in self.by_sha256.get(sha256, ()):
             _link(files.index(sha256), self.folder / relative_path(shard.index_path))
             _link(files.path(sha256), self.folder / relative_path(shard.path))

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -87,13 +87,6 @@ def _add_chunks(places: dict[str, tuple[str, int, int]], file: str, chunks: Iter
 PARALLEL_DOWNLOADS = 4
 
 
-class FilePins:
-    """The files that one generation uses."""
-
-    def __init__(self) -> None:
-        self.paths: list[Path] = []
-
-
 class FileCache:
     """Blobs and manifests under one folder. ``excluded``: folders in it that are not the cache's own."""
 
@@ -116,19 +109,18 @@ class FileCache:
         return self._locks.setdefault(path, asyncio.Lock())
 
     @asynccontextmanager
-    async def pin(self) -> AsyncIterator[FilePins]:
+    async def pin(self) -> AsyncIterator[list[Path]]:
         """Yield pins: the files that are added to them are not evicted before the block ends."""
-        pins = FilePins()
+        pins: list[Path] = []
         try:
             yield pins
         finally:
-            self._pinned.subtract(pins.paths)
+            self._pinned.subtract(pins)
             self._pinned += Counter()
 
-    def add_pins(self, paths: Iterable[Path], pins: FilePins) -> None:
-        """Pin files, before they are looked for: none is evicted between the look and the use."""
-        paths = list(paths)
-        pins.paths += paths
+    def add_pins(self, paths: Sequence[Path], pins: list[Path]) -> None:
+        """Pin files, before they are looked for: none is evicted before its use."""
+        pins += paths
         self._pinned.update(paths)
 
     async def ensure(self, sha256: str, fetch: Callable[[Path], Awaitable[object]]) -> bool:

@@ -24,7 +24,7 @@ from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView, ShardError
-from services.worker.cache.file_cache import FileCache, FilePins
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.local_files import link_or_copy, relative_path
@@ -47,7 +47,7 @@ class CacheError(ValueError):
 class CachePins:
     """What one generation uses of the cache."""
 
-    def __init__(self, files: FilePins) -> None:
+    def __init__(self, files: list[Path]) -> None:
         self.files = files
         self.views: list[DatasetView] = []
 
@@ -245,7 +245,7 @@ class NodeCache:
 
         async def restore(file: CheckpointFile) -> bool:
             async def fetch(path: Path) -> None:
-                await restore_file(self._objects, file, path, local=self, gate=gate)
+                await restore_file(self._objects, file, path, local=self.files, gate=gate)
                 await asyncio.to_thread(self.files.chunks.add, file)
 
             return await self.files.ensure(file.sha256, fetch)

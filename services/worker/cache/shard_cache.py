@@ -13,8 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 from pydantic import ValidationError
@@ -26,6 +25,7 @@ from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefu
 from services.kit.store.uris import split_uri
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView, ManifestSplits, ShardError
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.core.prefetch_schedule import PrefetchSchedule
 from services.worker.local_files import write_atomically
@@ -49,14 +49,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 OVERDUE_S = -1.0
 
 
-class OtherFiles(Protocol):
-    """The files of the node's cache that are no shards."""
-
-    @property
-    def size_bytes(self) -> int: ...
-    def evict(self, over_bytes: int) -> int: ...
-
-
 class ShardCache:
     """Fetches and evicts shards for all views of a node. Use it as an async context manager."""
 
@@ -67,12 +59,12 @@ class ShardCache:
         *,
         ahead_s: float = AHEAD_S,
         now: Callable[[], float] = time.monotonic,
-        other_files: OtherFiles | None = None,
+        other_files: FileCache | None = None,
     ) -> None:
         """Begin with the shards that are here.
 
         Args:
-            max_bytes: what shards and other files together may take.
+            max_bytes: what shards and ``other_files`` of the node's cache together may take.
             ahead_s: how soon a shard must be needed to displace one that is needed later.
         """
         self.files, self._max_bytes, self._ahead_s, self._now = files, max_bytes, ahead_s, now
@@ -93,9 +85,7 @@ class ShardCache:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._views.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -321,17 +311,15 @@ class ShardCache:
             for view in self._views:
                 view.ready.discard(shard.sha256)
 
-    async def _fetch(self, shard: ShardFile, bucket: str) -> None:
+    async def _fetch(self, shard: ShardFile, bucket: str, *, is_repeated: bool = False) -> None:
         sha256 = shard.sha256
         try:
-            try:
-                await self.files.fetch(shard, bucket, lambda: self._yield_to_requested(sha256))
-            except ObjectCorrupted as error:
-                log.warning("a shard was corrupted on its way, fetching it again", shard=shard.path, error=str(error))
-                metrics.SHARDS_CORRUPTED.labels("cold").inc()
-                await self.files.fetch(shard, bucket, lambda: self._yield_to_requested(sha256))
+            await self.files.fetch(shard, bucket, lambda: self._yield_to_requested(sha256))
         except ObjectCorrupted as error:
             metrics.SHARDS_CORRUPTED.labels("cold").inc()
+            if not is_repeated:
+                log.warning("a shard was corrupted on its way, fetching it again", shard=shard.path, error=str(error))
+                return await self._fetch(shard, bucket, is_repeated=True)
             self._fail(sha256, f"shard {shard.path} is damaged in the store: {error}. Shard the dataset again")
         except ObjectNotFound as error:
             self._fail(sha256, f"shard {shard.path} is not in the store ({error}): shard the dataset again")

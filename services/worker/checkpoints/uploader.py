@@ -277,20 +277,15 @@ def state_key(name: str, chunk_range: ChunkRange) -> str:
 
 async def _read_chunk(handle: int, chunk_range: ChunkRange, whole: hashlib._Hash | None) -> tuple[bytes, str]:
     """Read a chunk; return it with its hash, and update the file's hash."""
-    content = await asyncio.to_thread(_pread, handle, chunk_range)
+    content = await asyncio.to_thread(os.pread, handle, chunk_range.size_bytes, chunk_range.start)
+    if len(content) != chunk_range.size_bytes:
+        raise UploadError("a checkpoint's file was changed while it was read")
     if whole is not None and len(content) >= TWO_THREADS_BYTES:
         digest, _ = await asyncio.gather(asyncio.to_thread(_sha256, content), asyncio.to_thread(whole.update, content))
         return content, digest
     if whole is not None:
         whole.update(content)
     return content, await asyncio.to_thread(_sha256, content)
-
-
-def _pread(handle: int, chunk_range: ChunkRange) -> bytes:
-    content = os.pread(handle, chunk_range.size_bytes, chunk_range.start)
-    if len(content) != chunk_range.size_bytes:
-        raise UploadError("a checkpoint's file was changed while it was read")
-    return content
 
 
 def _encode_difference(content: bytes, base: bytes, width: int) -> bytes | None:
@@ -318,11 +313,7 @@ async def upload_files(names: Sequence[str], folder: Path, objects: ObjectStore,
             continue
         short = path.resolve().relative_to(folder.resolve()).as_posix()
         uri = f"{base_uri}/{short}"
-        digest = await _hash(path)
+        digest = await asyncio.to_thread(hash_file, path)
         await objects.upload(path, uri)
         artifacts.append(Artifact(name=short, uri=uri, sha256=digest, size_bytes=path.stat().st_size))
     return tuple(artifacts)
-
-
-async def _hash(path: Path) -> str:
-    return await asyncio.to_thread(hash_file, path)

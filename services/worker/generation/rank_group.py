@@ -7,8 +7,9 @@ import signal
 import time
 from asyncio import Task
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -37,9 +38,9 @@ NOTICE_STEPS = 2
 class SurvivorGrace:
     """The survivors of one generation: whether they can save state, and how long they may take."""
 
-    def __init__(self, placed: RunPlaced, memory: SurvivorMemory, limit_s: float, now: Callable[[], float]) -> None:
-        """``limit_s``: the longest that survivors may take."""
-        self._placed, self._memory, self._limit_s, self._now = placed, memory, limit_s, now
+    def __init__(self, placed: RunPlaced, memory: SurvivorMemory, max_save_s: float, now: Callable[[], float]) -> None:
+        """``max_save_s``: the longest that survivors may take."""
+        self._placed, self._memory, self._max_save_s, self._now = placed, memory, max_save_s, now
         self._ranks: Mapping[int, RankState] = {}
 
     def follow(self, ranks: Mapping[int, RankState]) -> None:
@@ -60,15 +61,15 @@ class SurvivorGrace:
     @property
     def extra_s(self) -> float:
         """Seconds beyond a stop's grace for ranks whose peers have failed."""
-        return self._limit_s if self.can_use_memory else 0.0
+        return self._max_save_s if self.can_use_memory else 0.0
 
     def may_wait(self, waited_s: float, running: Collection[int]) -> bool:
         """Whether the ranks that still run get more time, ``waited_s`` after the first failure."""
         # They notice the failure at the end of the step that they are in.
         notice_s = NOTICE_STEPS * self._mean_step_s if self.can_use_memory else 0.0
         if waited_s < FAILURE_PATIENCE_S + notice_s:
-            return waited_s < max(self._limit_s, FAILURE_PATIENCE_S)
-        if not self.can_use_memory or waited_s > self._limit_s:
+            return waited_s < max(self._max_save_s, FAILURE_PATIENCE_S)
+        if not self.can_use_memory or waited_s > self._max_save_s:
             return False
         return self._memory.is_being_written(self._placed.run_id, self._placed.generation, running)
 
@@ -106,7 +107,7 @@ class RankGroup:
         self._survivors, self._kill_after_s = survivors, kill_after_s
         self._path = folder / "processes.json"
         self._processes: list[RankProcess] = []
-        self._stop_watching: list[Callable[[], None]] = []
+        self._watches = ExitStack()
         #: When a process was found dead whose exit code is not written yet.
         self._dead_since: dict[int, float] = {}
         self._sent_stop: StopRequest | None = None
@@ -117,12 +118,8 @@ class RankGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stop_watching in self._stop_watching:
-            stop_watching()
-        self._stop_watching.clear()
+    def __exit__(self, *_: object) -> None:
+        self._watches.close()
 
     @property
     def running(self) -> list[RankProcess]:
@@ -156,7 +153,7 @@ class RankGroup:
             await self.sweep()
             raise
         self._processes = started
-        write_atomically(self._path, json.dumps([each.to_json() for each in started]))
+        write_atomically(self._path, json.dumps([asdict(each) for each in started]))
         log.info("ranks started", pids=[each.pid for each in started])
 
     async def wait_until_ended(self, control: ControlSocket, tasks: Sequence[Task[None]], *, listens: bool) -> None:
@@ -166,7 +163,8 @@ class RankGroup:
             tasks: what must go on meanwhile; an error of one ends the wait.
             listens: the ranks read the control socket; others are stopped by a signal.
         """
-        self._stop_watching += [self._executor.watch(process, self._requests.notify) for process in self._processes]
+        for process in self._processes:
+            self._watches.callback(self._executor.watch(process, self._requests.notify))
         failed_at: float | None = None
         while True:
             self._requests.raise_if_dropped()

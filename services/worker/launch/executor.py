@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import structlog
@@ -58,9 +59,6 @@ class RankProcess:
     #: When it and the machine were started, by psutil: a pid alone is soon another process's.
     created: float
     booted: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Executor(Protocol):
@@ -106,11 +104,10 @@ def read_exit(folder: Path, rank: int) -> tuple[int, float] | None:
     """Return (exit code, time); None while it is not written."""
     path = exit_path(folder, rank)
     try:
-        return int(path.read_text().strip() or UNKNOWN_EXIT), path.stat().st_mtime
+        text, at = path.read_text().strip(), path.stat().st_mtime
     except FileNotFoundError:
         return None
-    except ValueError:
-        return UNKNOWN_EXIT, path.stat().st_mtime
+    return int(text) if re.fullmatch(r"-?\d+", text) else UNKNOWN_EXIT, at
 
 
 class ProcessExecutor:
@@ -125,31 +122,30 @@ class ProcessExecutor:
         self._children: list[subprocess.Popen[bytes]] = []
 
     async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
-        pid: int | None = None
-        if (
-            start.command is None
-            and self._warm_server is not None
-            and self._warm_server.is_ready
-            and self._can_fork(start)
-        ):
-            try:
-                pid = await self._warm_server.fork(
-                    start.environment, cwd, log_path(folder, start.rank), exit_path(folder, start.rank)
-                )
-                metrics.RANK_STARTS.labels("warm").inc()
-            except WarmServerTimeout as error:
-                # It may still fork: a cold start now could make two of one rank.
-                raise RankStartError(str(error)) from error
-            except WarmServerError as error:
-                log.warning("the warm server cannot fork, starting cold", error=str(error))
+        pid = await self._fork(start, folder, cwd)
+        way = "cold" if pid is None else "warm"
         if pid is None:
             pid = self._start_cold(start, folder, cwd)
-            metrics.RANK_STARTS.labels("cold").inc()
-        try:
+        metrics.RANK_STARTS.labels(way).inc()
+        created = 0.0  # of a process that has ended already; its exit file has the code
+        with contextlib.suppress(psutil.NoSuchProcess):
             created = psutil.Process(pid).create_time()
-        except psutil.NoSuchProcess:
-            created = 0.0  # it has ended already; its exit file has the code
         return RankProcess(start.rank, pid, created, psutil.boot_time())
+
+    async def _fork(self, start: ProcessSpec, folder: Path, cwd: Path) -> int | None:
+        """Fork a rank from the warm server; return None if it has to start cold."""
+        server = self._warm_server
+        if start.command is not None or server is None or not server.is_ready or not self._can_fork(start):
+            return None
+        log_file, exit_file = log_path(folder, start.rank), exit_path(folder, start.rank)
+        try:
+            return await server.fork(start.environment, cwd, log_file, exit_file)
+        except WarmServerTimeout as error:
+            # It may still fork: a cold start now could make two of one rank.
+            raise RankStartError(str(error)) from error
+        except WarmServerError as error:
+            log.warning("the warm server cannot fork, starting cold", error=str(error))
+            return None
 
     def _can_fork(self, start: ProcessSpec) -> bool:
         """Whether a fork behaves as a fresh start with the rank's environment does."""
@@ -183,16 +179,11 @@ class ProcessExecutor:
 
     def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
         # The kernel reports the end; the warm server reports the exit code, which is written after it.
-        warm_server = self._warm_server
-        stops = [_call_on_death(process.pid, on_end)]
-        if warm_server is not None:
-            stops.append(warm_server.on_exit(process.pid, on_end))
-
-        def stop_all() -> None:
-            for stop in stops:
-                stop()
-
-        return stop_all
+        stops = contextlib.ExitStack()
+        stops.callback(_call_on_death(process.pid, on_end))
+        if self._warm_server is not None:
+            stops.callback(self._warm_server.on_exit(process.pid, on_end))
+        return stops.close
 
     def signal(self, process: RankProcess, number: int) -> None:
         if _is_alive(process):

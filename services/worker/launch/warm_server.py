@@ -74,18 +74,25 @@ class WarmServer:
 
     async def fork(self, environment: Mapping[str, str], cwd: Path, log_file: Path, exit_file: Path) -> int:
         """Fork a rank and return its pid."""
+        if self._writer is None:
+            raise WarmServerError("the warm server is not connected")
         name = f"f{next(self._ids)}"
-        reply = await self._request(
-            name,
-            {
-                "op": "fork",
-                "id": name,
-                "env": dict(environment),
-                "cwd": str(cwd),
-                "log": str(log_file),
-                "exit_file": str(exit_file),
-            },
-        )
+        request = {
+            "op": "fork",
+            "id": name,
+            "env": dict(environment),
+            "cwd": str(cwd),
+            "log": str(log_file),
+            "exit_file": str(exit_file),
+        }
+        future = self._replies[name] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(json.dumps(request).encode() + b"\n")
+            reply = await asyncio.wait_for(future, REPLY_TIMEOUT_S)
+        except TimeoutError as error:
+            raise WarmServerTimeout(f"no reply within {REPLY_TIMEOUT_S:.0f} s") from error
+        finally:
+            self._replies.pop(name, None)
         if reply.get("op") != "forked":
             raise WarmServerError(str(reply.get("error", reply)))
         return int(reply["pid"])
@@ -163,20 +170,6 @@ class WarmServer:
         future = self._replies.get(str(reply.get("id", "")))
         if future is not None and not future.done():
             future.set_result(reply)
-
-    async def _request(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        writer = self._writer
-        if writer is None:
-            raise WarmServerError("the warm server is not connected")
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._replies[name] = future
-        try:
-            writer.write(json.dumps(request).encode() + b"\n")
-            return await asyncio.wait_for(future, REPLY_TIMEOUT_S)
-        except TimeoutError as error:
-            raise WarmServerTimeout(f"no reply within {REPLY_TIMEOUT_S:.0f} s") from error
-        finally:
-            self._replies.pop(name, None)
 
 
 def _end_process(pid: int) -> None:

@@ -24,7 +24,7 @@ STRUCTURED = "application/cloudevents+json"
 MESSAGE_ID_HEADER = "Nats-Msg-Id"
 #: What a message without ``ce-source`` is taken to come from.
 ANONYMOUS_SOURCE = "nats"
-#: The largest body that is looked at; more belongs in the object store, with a link in the event.
+#: The largest body that is read; more belongs in the object store, with a link in the event.
 MAX_BODY_BYTES = 1024 * 1024
 
 

@@ -1,6 +1,6 @@
 """The scheduler's policy as configuration: one file that a team composes, and every decision names by its digest.
 
-What is left out has the default. ``services/scheduler/core`` says what each part does; docs/scheduler.md shows it.
+A field that is left out has its default. ``services/scheduler/core`` implements each part; docs/scheduler.md shows it.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Pool(SpecPart):
     memory_bytes_per_node: int = Field(0, ge=0)
     #: MIG profiles of a node's slots; empty: as the nodes of the pool that have joined have them.
     slot_profiles: tuple[str, ...] = ()
-    #: Nodes that there can be at most; wanted beyond is not said.
+    #: The most nodes that there can be; no fact wants more.
     max_nodes: int = Field(0, ge=0)
     price_per_slot_hour: float = Field(0.0, ge=0)
     #: How often a node of it is taken away.

@@ -91,7 +91,7 @@ def model(name: str = WILDCARD) -> str:
 
 
 def shadow(policy: str, subject: str) -> str:
-    """Where a candidate policy says what it would have said on ``subject``."""
+    """Where a candidate policy's fact goes that the policy in force would publish on ``subject``."""
     return f"shadow.{policy}.{subject}"
 
 

@@ -137,7 +137,7 @@ CHECKPOINT = Consumer(
     "checkpoint",
     FACTS.name,
     _events(run="checkpoint_staged checkpoint_repaired"),
-    "Staged checkpoints to verify and commit, repaired blobs to look at again.",
+    "Staged checkpoints to verify and commit, repaired blobs to verify.",
 )
 CHECKPOINT_REQUESTS = Consumer(
     "checkpoint-requests",
@@ -153,7 +153,10 @@ EVALUATION = Consumer(
     "Runs whose result is to be measured, compared and perhaps promoted.",
 )
 EVALUATION_REQUESTS = Consumer(
-    "evaluation-requests", REQUESTS.name, _events(requests="promote rollback"), "An operator's word."
+    "evaluation-requests",
+    REQUESTS.name,
+    _events(requests="promote rollback"),
+    "Requests of operators.",
 )
 TRACKING = Consumer(
     "tracking",

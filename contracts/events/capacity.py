@@ -37,5 +37,5 @@ class PolicyAdopted(Fact, aggregate="policy", fact="adopted", id_field="digest",
     digest: Token
     policy: Lenient[Policy]
     instance: str = ""
-    #: Sequence of the fact before it, which tells two adoptions of one policy apart.
+    #: Sequence of the fact before it, which distinguishes two adoptions of one policy.
     after_sequence: int = 0

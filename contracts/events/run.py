@@ -64,7 +64,7 @@ class DecisionRecord(FactPart):
     at: datetime
     #: Digest of the policy.
     policy: str = ""
-    #: From when on agents could make themselves heard.
+    #: From when on agents could reach the bus.
     reachable_since: datetime | None = None
     #: The runs with which placing and the search for victims went on, because the cycle before had left them over.
     place_from: str | None = None

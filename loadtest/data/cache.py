@@ -26,7 +26,7 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.ranks.control_socket import ControlSocket
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import prefetch
+from trainbus.data.loader import Prefetcher
 from trainbus.data.order import LaneOrder
 from trainbus.data.read_plan import ReadPlan
 from trainbus.data.sampler import Sampler
@@ -76,7 +76,7 @@ def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float
     arrival.set_position(0)
     batches = (split.gather(sampler.slice(at, 1, 0).ids) for at in range(0, end, BATCH))
     waits: list[float] = []
-    with closing(prefetch(batches)) as ready:
+    with closing(Prefetcher(batches)) as ready:
         while True:
             asked_s = time.perf_counter()
             if next(ready, None) is None:

@@ -80,7 +80,7 @@ class Keeper:
                 await self._objects.delete(deletion.uri)
 
     async def _read_holds(self) -> None:
-        """Bring ``_holds`` up to what the stream says now; only what is new is read."""
+        """Fold what is new in the stream into ``_holds``."""
         filters = tuple(event.subject_filter() for event in HOLDING)
         start = self._held_up_to + 1
         async for batch in self._bus.follow(topology.FACTS.name, filters, start, until_caught_up=True):

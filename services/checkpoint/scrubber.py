@@ -107,7 +107,7 @@ class Scrubber:
         """Read back every committed checkpoint (of the run), and publish what is rotten."""
         request, cause = received.event, received.envelope
         pace = Pace(self._settings.checkpoint_scrub_bytes_per_s)
-        #: Blobs are shared: each is read once. True: it is as it should be.
+        #: Blobs are shared: each is read once. True: it is intact.
         seen: dict[str, bool] = {}
         count = 0
         for commit in await self._list_commits(request.run_id):
@@ -236,7 +236,7 @@ class Scrubber:
         metrics.REPAIRED.labels("wrong").inc()
         reports = await read_facts(self._bus, repaired.run_id, CheckpointRotten)
         if sum(repaired.blob in report.blobs for report in reports) >= MAX_REPORTS:
-            log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
+            log.error("blob stays rotten after repairs: check the store's disks", blob=repaired.blob)
             return
         fact = CheckpointRotten(
             run_id=repaired.run_id,

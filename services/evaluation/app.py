@@ -51,9 +51,9 @@ F = TypeVar("F", bound=RunFact)
 PREDICTIONS = "predictions.json"
 #: Predictions larger than this are left out of the report rather than read into memory.
 MAX_PREDICTIONS_BYTES = 64 * 2**20
-#: How often a candidate is looked at again within one handling before the message is left to be redelivered.
+#: How often a candidate is decided again within one handling before the message is left to be redelivered.
 MAX_ROUNDS = 50
-#: How often candidates are looked at although nothing has happened.
+#: How often candidates are settled without an event.
 SETTLE_EVERY_S = 60.0
 #: Makes the promotion that was asked for out of the present champion; None: nothing to do.
 Make = Callable[[Version | None], Awaitable[ModelPromoted | None]]
@@ -67,7 +67,7 @@ class Evaluator:
         self._bus, self._objects, self._bucket = bus, objects, settings.bucket_models
         self._state = State()
         self._folded_up_to = 0
-        self._alone = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     # -- what has ended -----------------------------------------------------
 
@@ -77,7 +77,7 @@ class Evaluator:
 
     async def settle_all(self) -> None:
         """Take each open candidate as far as it goes now. One that cannot be settled does not stop the others."""
-        async with self._alone:
+        async with self._lock:
             await self._catch_up()
             failures: list[Exception] = []
             for run_id in [run_id for run_id, candidate in self._state.open.items() if candidate.completed]:
@@ -92,7 +92,7 @@ class Evaluator:
                 raise failures[0]
 
     async def settle_periodically(self) -> None:
-        """Look after candidates whose message was given up while the object store was away for long."""
+        """Settle candidates whose message became a dead letter while the object store was away."""
         while True:
             try:
                 await self.settle_all()
@@ -257,7 +257,7 @@ class Evaluator:
         await self._by_request(received, request.model, lambda champion: self._rollback(request, champion))
 
     async def _by_request(self, received: Message[Any], model: str, make: Make) -> None:
-        async with self._alone:
+        async with self._lock:
             for _ in range(MAX_ROUNDS):
                 await self._catch_up()
                 history = self._state.models.get(model, [])

@@ -216,7 +216,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
 
         events = EventStream(bus, stream, subject, after, is_finished, encode, route)
         if await events.is_exhausted():
-            return Response(status_code=204)  # tells an EventSource not to come back
+            return Response(status_code=204)  # an EventSource then does not come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
     async def read_stored(stream: str, subject: str, after: int, encode: Encode) -> tuple[list[Any], int]:

@@ -76,7 +76,7 @@ def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) 
     ended = asyncio.Event()
 
     async def serve() -> None:
-        # The socket is ours, so that a port that is taken ends the service with an error that says so.
+        # The service opens the socket, so that a port in use ends it with an error that names the port.
         listener = socket.create_server((settings.gateway_host, settings.gateway_port))
         service.gateway_port = listener.getsockname()[1]
         log.info("gateway listens", url=f"http://{settings.gateway_host}:{service.gateway_port}")

@@ -98,7 +98,7 @@ class Commands:
 
 
 def recorded_why(row: Row) -> dict[str, Any]:
-    """Why a run is where it is, as far as its facts say."""
+    """Return why a run is where it is by its facts."""
     message = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
     if row["state"] not in TERMINAL_STATES:
         message += " (recorded earlier: the scheduler does not answer)"

@@ -34,7 +34,7 @@ FACTS, REQUESTS, PROGRESS = topology.FACTS.name, topology.REQUESTS.name, topolog
 STREAMS = (REQUESTS, FACTS, PROGRESS)
 REFOLD_BATCH = 2000
 #: How often a projection that has caught up checks whether another instance has rewound it.
-LOOK_FOR_REWIND_S = 1.0
+REWIND_CHECK_S = 1.0
 #: How long an answer may wait for the read model to hold what its client has published before.
 CATCH_UP_S = 2.0
 
@@ -74,7 +74,7 @@ class Projection:
     async def _run(self, stream: str, until_caught_up: bool) -> None:
         position = await self.store.position(stream)
         batches = self.bus.follow(stream, (), position + 1, until_caught_up=until_caught_up)
-        looked_at = 0.0
+        checked_at = 0.0
         async for batch in batches:
             if batch:
                 position = await self.commit(stream, position, batch)
@@ -84,8 +84,8 @@ class Projection:
                 metrics.PROJECTION_BEHIND.labels(stream).set(0)
                 metrics.PROJECTION_LAG_SECONDS.labels(stream).set(0)
                 now = time.monotonic()
-                if now - looked_at > LOOK_FOR_REWIND_S:
-                    looked_at = now
+                if now - checked_at > REWIND_CHECK_S:
+                    checked_at = now
                     if await self.store.position(stream) < position:
                         raise ProjectionMoved(f"projection of {stream} was rewound")
             async with self._advanced:
@@ -187,7 +187,7 @@ class Projection:
                 await self._advanced.wait()
 
     async def _stream_info(self, stream: str) -> StreamInfo:
-        """What the server says about a stream, waiting while it is away."""
+        """Return the server's description of a stream; wait while the server is away."""
         while True:
             try:
                 return await self.bus.js.stream_info(stream)

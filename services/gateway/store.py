@@ -254,7 +254,7 @@ class Store:
         )
 
     async def load_progress(self, connection: AsyncConnection, runs: set[str]) -> dict[str, Progress]:
-        """How far each of ``runs`` is, where it has said so."""
+        """Return how far each of ``runs`` is, where a report exists."""
         found = await _rows(connection, PROGRESS, Progress, PROGRESS.c.run_id, runs)
         return {progress.run_id: progress for progress in found}
 

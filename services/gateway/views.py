@@ -103,7 +103,7 @@ class RunSummary(View):
     total_steps: int | None
     epoch: int
     samples_consumed: int
-    #: When the run last said how far it is.
+    #: When the run last reported its progress.
     reported_at: Time | None
     #: Newest value of each metric; a completed run's own results last.
     metrics: dict[str, float]
@@ -147,7 +147,7 @@ class RunDetail(RunSummary):
     spec: dict[str, Any] | None
     members: list[dict[str, Any]]
     placements: list[dict[str, int]]
-    #: What each node's ranks said when they started: from where, in which environment.
+    #: What each node's ranks reported when they started: from where, in which environment.
     starts: list[dict[str, Any]]
     problems: list[Problem]
     evaluation: dict[str, Any] | None

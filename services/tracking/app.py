@@ -1,6 +1,6 @@
 """The shell: each fact makes MLflow match the run's facts, which are read again from the stream.
 
-A fact only says which run to look at. So a fact that comes twice, late or after a restart leads to the same
+A fact only names the run to bring up to date. So a fact that comes twice, late or after a restart leads to the same
 page, and one writer (a lock and a single thread) is all the coordination that MLflow needs.
 """
 
@@ -161,12 +161,12 @@ class Projector:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _retry_after_loss(self, work: Callable[[], Any]) -> None:
-        """Do ``work``; if MLflow has lost what we remember of it, forget that and do it once more."""
+        """Do ``work``; if MLflow has lost a page, clear what is remembered and do it once more."""
         try:
             try:
                 await work()
             except PageLost as error:
-                log.warning("MLflow does not know what it knew; looking again", error=str(error))
+                log.warning("MLflow has lost a page: read MLflow again", error=str(error))
                 self._runs.clear()
                 self._store.forget()
                 await work()
@@ -410,7 +410,7 @@ def _ms(time_s: float) -> int:
 
 
 def _import_at_low_priority() -> None:
-    """Import mlflow, which takes seconds, and let those go first who want the same core."""
+    """Import mlflow, which takes seconds, at a lower priority than the other processes on the core."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IMPORT_NICENESS)

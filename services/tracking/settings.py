@@ -14,7 +14,7 @@ class TrackingSettings(Settings):
     mlflow_tracking_uri: str | None = None
     #: Where new experiments keep their files; none: the data folder, or what the server is set to.
     mlflow_artifact_location: str | None = None
-    #: Seconds between two looks at the metrics of running commands.
+    #: Seconds between two readings of the metrics of running commands.
     live_interval_s: float = Field(3.0, gt=0)
     #: Artifacts up to this size are copied into MLflow; larger ones are linked.
     artifact_max_bytes: int = Field(16 * 2**20, ge=0)

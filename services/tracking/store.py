@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
 }
-#: Codes with which MLflow says that this call can never succeed.
+#: Codes of MLflow for a call that can never succeed.
 FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE"}
 EVENT_ID = "trainbus.event_id"
 CHAMPION = "champion"
@@ -38,7 +38,7 @@ CHAMPION_VERSION = "trainbus.champion_version"
 class TrackingUnavailable(Exception):
     """MLflow does not answer, or answers that it cannot now.
 
-    ``unclear``: it may also be this very call that it can never do; MLflow says the same for both.
+    ``unclear``: this call may also be one that can never succeed; MLflow's error is the same for both.
     """
 
     def __init__(self, text: str, *, unclear: bool = False) -> None:

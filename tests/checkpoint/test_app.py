@@ -160,7 +160,7 @@ async def test_what_is_staged_before_it_is_placed_waits(rig: Rig) -> None:
 async def test_a_zombie_cannot_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.publish(placed(1))
     messages = await rig.stage()
-    # Placed anew while the service is verifying: the fence is what stops it.
+    # Placed again while the service verifies: the fence stops it.
     put = rig.objects.put
 
     async def placed_meanwhile(*args: Any, **kwargs: Any) -> None:

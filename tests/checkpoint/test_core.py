@@ -29,7 +29,7 @@ NOW = datetime(2026, 1, 10, tzinfo=UTC)
 GRACE = timedelta(days=2)
 
 
-def test_all_parts_make_a_manifest_whatever_their_order() -> None:
+def test_all_parts_in_any_order_make_the_same_manifest() -> None:
     a = staged(B, "a", metrics={"loss": 1.0, "x": 3.0})
     b = staged(B, "b", metrics={"loss": 2.0})
     one, other = assemble(placed(), [a, b], B), assemble(placed(), [b, a, b, staged(B, "a", generation=7)], B)
@@ -287,7 +287,7 @@ def test_garbage_is_what_nothing_names(case: str) -> None:
     uris = sorted(blobs(staged(B, "a")))
     old = [stored(uri, 10) for uri in uris]
     assert [blob.uri for blob in select_garbage(old, set(), ledger, NOW, GRACE)] == (uris if is_garbage else [])
-    # Whatever the facts say: a manifest's blobs stay, and young ones stay.
+    # With any facts a manifest's blobs stay, and young ones stay.
     assert select_garbage(old, set(uris), ledger, NOW, GRACE) == []
     assert select_garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
 

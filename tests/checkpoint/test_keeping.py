@@ -180,7 +180,7 @@ async def test_what_a_run_begins_with_is_there_though_it_was_accepted_while_rete
     assert await rig.objects.exists(first)
     second = (await rig.facts("checkpoint_committed"))[1].checkpoint.uri
     await rig.commit(40)
-    assert not await rig.objects.exists(second)  # nobody begins with this one
+    assert not await rig.objects.exists(second)  # no run begins with this one
 
 
 @pytest_asyncio.fixture
@@ -265,7 +265,7 @@ async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_fa
     assert (two.uri, two.blobs) == (second, (second,))
     assert await rig.objects.get(second) == manifest
     assert [(fact.uri, fact.blob) for fact in await rig.facts("checkpoint_repaired")] == [(second, second)]
-    # A node writes one of them anew, and claims the other: what is claimed is looked at.
+    # A node writes one of them again, and only claims the other: the service checks both.
     await rig.objects.put(wrong, content(0, 10))
     for blob in (wrong, missing):
         fact = CheckpointRepaired(run_id=RUN, uri=first, step=10, blob=blob, node_id="a", found_at=one.found_at)

@@ -2,7 +2,7 @@
 
 Every call that a part makes on the object store or the bus goes through a ``Faults`` proxy, which can kill the caller
 just before or just after it, or make it fail before or after it was carried out (an answer that got lost). What was
-killed starts anew with empty memory, and messages are delivered until they are handled, as the bus does. After every
+killed starts again with empty memory, and messages are delivered until they are handled, as the bus does. After every
 fault, and at the end, ``Trial.check`` reads the log and the store and holds the promises against them.
 """
 
@@ -150,13 +150,13 @@ class Trial:
     # -- the parts ----------------------------------------------------------
 
     async def place(self) -> None:
-        """The scheduler's word; it is not what is tried here, so nothing hits it."""
+        """Publish the scheduler's fact. The trials do not test the scheduler, so no fault hits it."""
         self.generation += 1
         retention = Retention(last=2, best=1, every_steps=40)
         await self.bus.publish(placed(self.generation, run=self.run_id, retention=retention))
 
     async def agent(self, node: str, step: int) -> None:
-        """Upload a node's files and say so. Idempotent: an agent that was killed does it again."""
+        """Upload a node's files and publish that. Idempotent: an agent that was killed does it again."""
         files, pieces = [], {}
         bases = await self.bases(node)
         for rank in NODES[node]:
@@ -184,7 +184,7 @@ class Trial:
         self.parts[self.generation, step, node] = pieces
 
     async def bases(self, node: str) -> dict[int, tuple[Chunk, bytes]]:
-        """What differences are told from: the newest committed checkpoint, as agents do it."""
+        """Return the base of differences: the newest committed checkpoint, as agents do it."""
         commits = await self.bus.read_history(subjects.fact("run", self.run_id, CheckpointCommitted.fact))
         newest = max(((each.event.generation, each.event.checkpoint.step) for each in commits), default=(0, 0))
         return self.parts.get((*newest, node), {})
@@ -231,7 +231,7 @@ class Trial:
         try:
             await collect_garbage(old, self.faulty_objects, self.settings)
         except ValueError:
-            # A manifest that cannot be read: nobody knows what it needs, so nothing may go.
+            # The needs of a manifest that cannot be read are unknown, so nothing may go.
             if not any("/checkpoints/" in uri for uri in self.corrupted):
                 raise
 
@@ -263,7 +263,7 @@ class Trial:
     # -- one life -----------------------------------------------------------
 
     async def live(self, *, steps: int, faults: int, corruptions: int) -> None:
-        """Train ``steps`` checkpoints with ``faults`` hits at random calls; then quiet, and everything is looked at."""
+        """Train ``steps`` checkpoints with ``faults`` hits at random calls; then check everything without faults."""
         await self.place()
         for line in self.random.choices(LINES, k=faults):
             self.faults.plan[line, self.random.randint(1, LATEST.get(line, 2))] = self.random.choice(KINDS)
@@ -317,7 +317,7 @@ class Trial:
         if hashlib.sha256(manifest).hexdigest() != commit.manifest_sha256:
             if commit.checkpoint.uri not in self.corrupted:
                 self.problems.append(f"{where}: its manifest is not the one that was committed")
-            return  # told by its hash
+            return  # its hash shows it
         ranks = set()
         for file in files_of(manifest):
             ranks.add(file.path)
@@ -330,7 +330,7 @@ class Trial:
             except chunks.ObjectCorrupted as error:
                 if not self.corrupted.intersection(file.uris):
                     self.problems.append(f"{where}: {file.path}: {error}")
-                continue  # a byte was changed, and reading says so
+                continue  # reading finds the changed byte
             if sha(content) != file.sha256:
                 self.problems.append(f"{where}: {file.path} was restored as other bytes, unnoticed")
         if ranks != {

@@ -1,4 +1,4 @@
-"""The committed schemas, examples and asyncapi.yaml say what the code says."""
+"""The committed schemas, examples and asyncapi.yaml match the code."""
 
 from __future__ import annotations
 

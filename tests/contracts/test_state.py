@@ -120,7 +120,7 @@ class History:
         if self.cancelling or self.choose("is preempted", "ends") == "is preempted":
             self.add(RunPreempting(**generation, reason="yields", grace_s=1))
             self.stale()
-            if self.choose("lets go", "stop here") == "stop here":
+            if self.choose("releases", "stop here") == "stop here":
                 return False
             self.add(RunReleased(**generation, node_id="n1"))
             if self.cancelling:
@@ -144,7 +144,7 @@ class History:
         return True
 
     def stale(self) -> None:
-        """Late facts of the generation before: nobody believes them."""
+        """Add late facts of the generation before: they do not count."""
         if self.generation > 1:
             old = {"run_id": RUN, "generation": self.generation - 1}
             self.add(RunStarted(**old, node_id="n1"), RunPreempting(**old, reason="old", grace_s=1))

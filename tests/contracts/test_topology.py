@@ -1,4 +1,4 @@
-"""Who may publish and who reads each event, and that the services do as the topology says."""
+"""Who may publish and who reads each event, and that the services follow the topology."""
 
 from __future__ import annotations
 

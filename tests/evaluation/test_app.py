@@ -95,7 +95,7 @@ class Rig:
         await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id="x", request_source=SOURCE))
 
     async def measured(self, run_id: str, accuracy: float, **fields: Any) -> Message[Any]:
-        """The evaluation ``run_id`` is placed and gives ``accuracy``."""
+        """Complete the evaluation ``run_id`` with ``accuracy``."""
         await self.accept(run_id)
         metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
         return await self.publish(RunCompleted(run_id=run_id, generation=1, metrics=metrics, **fields))
@@ -215,9 +215,9 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
     assert kills == [(step, when) for step in steps for when in ("before", "after")]
     assert set(await rig.requests()) == {evaluation_id(run_id) for run_id in ("ra", "rb", "rc")}
     assert await rig.champions() == [(1, "ra"), (2, "rb")]
-    told = [received.envelope.id for received in await rig.bus.read_history("run.rb.*", "run.rc.*")]
+    published = [received.envelope.id for received in await rig.bus.read_history("run.rb.*", "run.rc.*")]
     settled = ["run/rb/evaluated", "run/rb/promoted", "run/rc/evaluated", "run/rc/not_promoted"]
-    assert [event_id for event_id in told if event_id.split("/")[2].endswith(("evaluated", "promoted"))] == settled
+    assert [event_id for event_id in published if event_id.split("/")[2].endswith(("evaluated", "promoted"))] == settled
 
 
 async def test_two_promotions_at_once_are_decided_one_after_the_other(
@@ -250,7 +250,7 @@ async def test_the_champion_changes_between_decision_and_promotion(rig: Rig, mon
                 metrics={"accuracy": 0.99},
             )  # fmt: skip
             await rig.bus.publish(rival, Envelope("rival", "test", "x", rig.bus.clock.now()))
-            # Its id is that of the version we are about to publish: the server must not take ours for a repetition.
+            # Its id is that of the version we are about to publish: the server must not store ours as a repetition.
         return await send(message)
 
     monkeypatch.setattr(rig.bus, "send", rival_first)

@@ -90,14 +90,17 @@ BAD_REQUESTS: dict[str, tuple[Any, str, str]] = {
 
 
 async def test_bad_requests_name_the_field(gateway: Running) -> None:
-    for case, (body, field, says) in BAD_REQUESTS.items():
+    for case, (body, field, message) in BAD_REQUESTS.items():
         answer = await gateway.client.post("/training-runs", json=body)
         assert answer.status_code == 422, case
-        assert any(p["field"] == field and says in p["message"] for p in answer.json()["problems"]), (case, answer.text)
+        assert any(p["field"] == field and message in p["message"] for p in answer.json()["problems"]), (
+            case,
+            answer.text,
+        )
 
 
 @pytest.mark.parametrize("field", ["params", "env", "tags"])
-async def test_text_that_nobody_could_pass_on_is_refused(gateway: Running, field: str) -> None:
+async def test_text_that_is_not_unicode_is_refused(gateway: Running, field: str) -> None:
     body = json.dumps({**BODY, field: {"A": "\ud800"}})
     answer = await gateway.client.post("/training-runs", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, "not JSON" in answer.json()["detail"]) == (422, True)
@@ -151,7 +154,7 @@ async def test_metrics_stream_history_live_resume_and_end(gateway: Running, bus:
     curve: list[Any] = []
 
     async def drawn() -> bool:
-        # Points are projected beside the facts: that the run is completed says nothing about them.
+        # Points are projected independently of the facts: they may come after the run has completed.
         curve[:] = (await gateway.get(f"/training-runs/{RUN}/curves"))["curves"].get("train/loss", [])
         return bool(curve) and curve[-1][0] == 40
 
@@ -266,7 +269,7 @@ async def test_operations(gateway: Running) -> None:
 async def test_nats_is_killed_and_comes_back(
     gateway: Running, bus: Bus, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading goes on, writing says when to come back, and what follows is projected."""
+    """Reading continues, writing answers when to retry, and what follows is projected."""
     await publish(bus, *life())
     await gateway.client.get("/training-runs/none")  # waits until all of the above is in
     nats_server.kill()

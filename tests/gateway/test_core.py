@@ -1,4 +1,4 @@
-"""The fold: named cases, and what must hold whatever the order and number of deliveries."""
+"""The fold: named cases, and what must hold in any order and number of deliveries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def state(*events: Event) -> str:
 
 FACTS = [event for event in life() if not isinstance(event, RunProgress)]
 ACCEPTED, QUEUED, PLACED, STARTED = FACTS[2], FACTS[3], FACTS[4], FACTS[5]
-#: What is decided about a run, as against the times at which it was told.
+#: What is decided about a run, as against the times of its facts.
 DECIDED = ("state", "generation", "members", "placements", "verdict", "checkpoint", "started_at", "ended_at")
 WITH_DATA = ACCEPTED.model_copy(update={"spec": SPEC.model_copy(update={"data": DatasetRef(dataset_id=SHA)})})
 PREPARED = RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=1)
@@ -109,7 +109,7 @@ def test_a_life_adds_up() -> None:
 
 
 def test_what_ranks_left_in_memory_is_gone_on_from() -> None:
-    """A generation may start beyond its checkpoint; the first rank's word on it counts."""
+    """A generation may start beyond its checkpoint; what the first rank reports counts."""
     again = placed(2, "n1", "n2", resume=ref(20))
     starts = [
         RunStarted(run_id=RUN, generation=2, node_id="n1", step=33, resumed_from="memory"),
@@ -163,7 +163,7 @@ AVX512, AVX2 = {"cpu": "AVX512", "torch": "2.13.0"}, {"cpu": "AVX2", "torch": "2
             id="from a checkpoint that was not exact",
         ),
         pytest.param(
-            EXACT, [started(1, False, AVX2), started(2, True, AVX2)], ("exact", None, None), id="begun anew since"
+            EXACT, [started(1, False, AVX2), started(2, True, AVX2)], ("exact", None, None), id="started again since"
         ),
         pytest.param(
             {"epochs": 1},
@@ -192,7 +192,7 @@ def test_how_exact_a_run_is_and_why(training: Any, starts: list[RunStarted], exp
         (["unfit", "joined"], "up"),
     ],
 )
-def test_a_nodes_state_is_the_worst_that_was_said(facts: list[str], expected: str) -> None:
+def test_a_node_takes_the_worst_state_of_its_facts(facts: list[str], expected: str) -> None:
     life = {"node_id": "n1", "incarnation": "1"}
     made: dict[str, Event] = {
         "draining": NodeDraining(**life),
@@ -252,7 +252,7 @@ def replaced(fact: NodeLost, incarnation: str) -> NodeLost:
 
 
 def test_folding_twice_changes_nothing() -> None:
-    """After any part of a life, any earlier fact told again decides nothing anew."""
+    """After any part of a life, any earlier fact that comes again changes no decision."""
     rows = Rows()
     for end, fact in enumerate(FACTS, 1):
         apply(rows, fact, At(end, float(end), RUN))
@@ -260,9 +260,9 @@ def test_folding_twice_changes_nothing() -> None:
         for again in range(end):
             twice = copy.deepcopy(rows)
             apply(twice, FACTS[again], At(again + 1, again + 1.0, RUN))
-            told = twice.runs.get(RUN)
-            if run is not None and told is not None:
-                assert [getattr(told, name) for name in DECIDED] == [getattr(run, name) for name in DECIDED], again
+            repeated = twice.runs.get(RUN)
+            if run is not None and repeated is not None:
+                assert [getattr(repeated, name) for name in DECIDED] == [getattr(run, name) for name in DECIDED], again
             assert twice.checkpoints.keys() == checkpoints
 
 

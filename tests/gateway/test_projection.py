@@ -135,7 +135,7 @@ async def test_another_stream_means_another_read_model(bus: Bus, gateway_setting
         assert [run["name"] for run in (await contents(store))["runs"]] == ["digits"]
 
 
-async def test_another_schema_is_built_anew(bus: Bus, gateway_settings: GatewaySettings) -> None:
+async def test_another_schema_is_rebuilt(bus: Bus, gateway_settings: GatewaySettings) -> None:
     await publish(bus, *life())
     async with Store(gateway_settings.database_url) as store:
         await project(bus, store)
@@ -159,7 +159,7 @@ async def test_what_cannot_be_read_holds_nothing_up(bus: Bus, gateway_settings: 
 
 
 async def test_a_forged_fact_changes_no_run(bus: Bus, gateway_settings: GatewaySettings) -> None:
-    """Who may publish about one run can say nothing about another."""
+    """A client that may publish about one run changes no other run."""
     async with Store(gateway_settings.database_url) as store:
         await publish(bus, RunAccepted(run_id="rgood", spec=SPEC, request_id="e", request_source="t"))
         await bus.js.publish("run.rother.cancelled", b'{"run_id": "rgood", "reason": "forged"}')

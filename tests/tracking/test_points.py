@@ -164,7 +164,7 @@ class Life:
         """Go on from where the last generation was, as its state was still in memory."""
         self.generation += 1
         fold(self.run, placed(self.generation, self.committed), AT, 2)
-        self.flush(crash=False)  # it is placed, and nobody knows yet where it begins
+        self.flush(crash=False)  # it is placed, and its ranks have not reported where it begins
         self.begin("memory")
 
     def begin(self, source: Literal["checkpoint", "memory"]) -> None:
@@ -197,7 +197,7 @@ STEP = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(STEP, max_size=40))
-def test_whatever_happens_mlflow_holds_exactly_what_survives(actions: list[tuple[str, int]]) -> None:
+def test_mlflow_holds_exactly_the_points_that_survive(actions: list[tuple[str, int]]) -> None:
     life = Life()
     for action, number in actions:
         match action:

@@ -18,7 +18,7 @@ from services.kit.settings import Settings
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import World, eventually
-from tests.tracking.test_service import SURVIVING, tell_of_a_kill
+from tests.tracking.test_service import SURVIVING, publish_killed_run
 
 Spawn = Callable[[], subprocess.Popen[bytes]]
 
@@ -50,7 +50,7 @@ async def test_killed_at_the_worst_moments(bus: Bus, settings: Settings, spawn: 
     folder = settings.data_dir
     world = World(bus, TrackingSettings(**settings.model_dump()), Store(f"sqlite:///{folder}/mlflow.db", None))
 
-    # While the database is being made: what is half made must not be taken for the database.
+    # While the database is being made: a half-made one must not count as the database.
     first = spawn()
 
     async def half_made() -> bool:
@@ -61,7 +61,7 @@ async def test_killed_at_the_worst_moments(bus: Bus, settings: Settings, spawn: 
     assert not (folder / "mlflow.db").exists()
 
     # As soon as the run is in the database: somewhere between its creation and its last point.
-    await tell_of_a_kill(world)
+    await publish_killed_run(world)
     second = spawn()
     await eventually(partial(written_to, folder / "mlflow.db"))
     second.kill()

@@ -20,7 +20,7 @@ from services.kit.store.objects import ObjectStore
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import World, eventually, task_spec
-from tests.tracking.test_service import SURVIVING, tell_of_a_kill
+from tests.tracking.test_service import SURVIVING, publish_killed_run
 from trainbus.embedded.servers import Server, free_ports
 
 #: Generous: under load the server needs a minute for what it does in six seconds alone.
@@ -83,7 +83,7 @@ async def test_a_server_that_is_killed_loses_and_doubles_nothing(
     store = Store(mine.tracking_uri, mine.artifact_location)
     service = await running(mine, store)
     world = World(bus, mine, store)
-    story = await tell_of_a_kill(world, settle=True)
+    story = await publish_killed_run(world, settle=True)
     await world.settled()
     server.kill()
     await story.progress(2, range(41, 46))

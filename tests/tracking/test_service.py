@@ -1,4 +1,4 @@
-"""The service over a real bus and a real SQLite store: exact series whatever happens in between."""
+"""The service over a real bus and a real SQLite store: exact series after any failure in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., Awaitable[Any]]
 SURVIVING = [(step, 1 + step / 1000) for step in range(1, 31)] + [(step, 2 + step / 1000) for step in range(31, 41)]
 
 
-async def tell_of_a_kill(world: World, *, settle: bool = False) -> Any:
+async def publish_killed_run(world: World, *, settle: bool = False) -> Any:
     """A run whose first generation is killed at step 37 after a commit at 30."""
     story = world.story()
     await story.accepted()
@@ -39,7 +39,7 @@ async def tell_of_a_kill(world: World, *, settle: bool = False) -> Any:
 
 
 async def test_an_abandoned_tail_is_never_in_mlflow(world: World) -> None:
-    story = await tell_of_a_kill(world)
+    story = await publish_killed_run(world)
     await world.settled()
     (page,) = world.pages()
     assert world.series(page) == SURVIVING
@@ -53,7 +53,7 @@ async def test_an_abandoned_tail_is_never_in_mlflow(world: World) -> None:
 
 
 async def test_every_fact_twice_changes_nothing(world: World) -> None:
-    story = await tell_of_a_kill(world)
+    story = await publish_killed_run(world)
     await story.publish(RunPrepared(run_id="r1", dataset_id=SHA, manifest_uri="s3://data/m.json", train_samples=9))
     await story.completed(2)
     await story.publish(RunEvaluated(run_id="r1", evaluation_run_id="e1", metrics={"accuracy": 0.8}))
@@ -111,7 +111,7 @@ async def test_what_a_run_is_stands_on_its_page(world: World) -> None:
 
 
 class Faulty(Store):
-    """A store that fails where it is told to, before or after the real call."""
+    """A store that fails at chosen calls, before or after the real call."""
 
     def __init__(self, settings: TrackingSettings) -> None:
         super().__init__(settings.tracking_uri, settings.artifact_location)
@@ -150,7 +150,7 @@ async def test_an_outage_loses_and_doubles_nothing(
     service = await running(tracking_settings, store)
     world = World(bus, tracking_settings, store)
     store.away = True
-    await tell_of_a_kill(world)
+    await publish_killed_run(world)
 
     async def unready() -> bool:
         return not service.check_readiness()["mlflow"]
@@ -177,7 +177,7 @@ async def test_a_call_that_fails_now_and_then_doubles_nothing(
     store = Flaky(tracking_settings)
     await running(tracking_settings, store)
     world = World(bus, tracking_settings, store)
-    await tell_of_a_kill(world)
+    await publish_killed_run(world)
     await world.settled()
     assert [world.series(page) for page in world.pages()][:1] == [SURVIVING]
 
@@ -195,7 +195,7 @@ async def test_one_impossible_call_does_not_hold_up_the_others(
     service = await running(tracking_settings, store)
     world = World(bus, tracking_settings, store)
     await world.story("bad", task_spec(params={"bad": 1})).accepted()
-    await tell_of_a_kill(world)
+    await publish_killed_run(world)
     await world.settled()
     assert [world.series(page) for page in world.pages()] == [SURVIVING]
     assert service.check_readiness()["mlflow"]
@@ -216,7 +216,7 @@ async def test_killed_between_points_and_cursor(bus: Bus, tracking_settings: Tra
     store = Dying(tracking_settings.tracking_uri, tracking_settings.artifact_location)
     first = await running(tracking_settings, store)
     world = World(bus, tracking_settings, Store(tracking_settings.tracking_uri, tracking_settings.artifact_location))
-    await tell_of_a_kill(world, settle=True)
+    await publish_killed_run(world, settle=True)
 
     async def died() -> bool:
         return store.dead
@@ -301,7 +301,7 @@ async def test_limits_hold_and_cuts_are_marked(world: World) -> None:
     assert next(value for name, value in page.data.tags.items() if name.startswith("bad key_")).startswith("\\0xx")
 
 
-async def test_nonsense_holds_up_nobody(world: World) -> None:
+async def test_a_point_that_mlflow_cannot_store_delays_no_run(world: World) -> None:
     ghost = world.story("ghost")
     await ghost.completed(1)
     story = world.story()

@@ -41,7 +41,7 @@ class MissingParts:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The parts can never make a checkpoint; the text says why."""
+    """The parts can never make a checkpoint, for this reason."""
 
     reason: str
 
@@ -60,7 +60,7 @@ class AssembledCheckpoint:
     """Every rank's part is there. What remains is to verify the files against the store, and to seal it."""
 
     ref: CheckpointRef
-    #: The manifest, but for what the ranks' digests say.
+    #: The manifest without the hash over the ranks' digests.
     body: Mapping[str, Any]
     files: tuple[CheckpointFile, ...]
     metrics: dict[str, float]
@@ -84,7 +84,7 @@ class AssembledCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SealedCheckpoint:
-    """A manifest in its final bytes, and the fact that will say so."""
+    """A manifest in its final bytes, and the fact that commits it."""
 
     manifest: bytes
     commit: CheckpointCommitted
@@ -101,7 +101,7 @@ def assemble(
     parts: dict[str, CheckpointStaged] = {}
     for part in staged:
         if part.generation == placed.generation and part.node_id in members:
-            # The first word of a node counts: every instance decides from the same one.
+            # The first part of a node counts: every instance decides from the same one.
             parts.setdefault(part.node_id, part)
     for node_id, part in parts.items():
         if set(part.ranks) != members[node_id] or part.world_size != placed.world_size:
@@ -134,7 +134,7 @@ def assemble(
         return Refusal(f"the digests of step {first.step} take more than {MAX_DIGESTS_BYTES:,} bytes")
     exact = all(part.exactness == "exact" for part in ordered)
     exactness: Exactness = "exact" if exact else "samples-exact"
-    # The lowest rank's word on a metric goes before the others'.
+    # The lowest rank's value of a metric goes before the others'.
     metrics = {name: value for part in reversed(ordered) for name, value in part.metrics.items()}
     listed = tuple(files[path] for path in sorted(files))
     manifest = {

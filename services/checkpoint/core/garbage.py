@@ -46,7 +46,7 @@ class StoredBlob:
 
 @dataclass(slots=True)
 class Ledger:
-    """What the facts say about who needs which object. A fold over facts in stream order."""
+    """Who needs which object, by the facts. A fold over facts in stream order."""
 
     committed: set[str] = field(default_factory=set)
     deleted: set[str] = field(default_factory=set)

@@ -1,1 +1,1 @@
-"""What the evaluation service decides: what is measured, what is promoted, what a report says."""
+"""What the evaluation service decides: what is measured, what is promoted, what a report shows."""

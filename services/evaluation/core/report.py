@@ -1,4 +1,4 @@
-"""What a comparison report says: a table of metrics, the verdict, and where mistakes are made."""
+"""What a comparison report shows: a table of metrics, the verdict, and where mistakes are made."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _state(committed: CheckpointCommitted | None) -> list[tuple[str, str]]:
-    """What the measured weights are: from which step, how exact, and the digest that says which bits."""
+    """Return what the measured weights are: their step, how exact they are, and the digest of their bits."""
     if committed is None:
         return []
     exactness = {

@@ -129,7 +129,7 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
 
 
 def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
-    """What a fact that counts says beyond the run's life."""
+    """Return the columns that a fact changes besides the run's life."""
     match fact:
         case RunAccepted():
             since = run.requested_at or at.time_s
@@ -271,39 +271,39 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
 
 
 def apply_progress(
-    known: Progress | None, placements: Iterable[Mapping[str, int]], said: RunProgress, at: At
+    known: Progress | None, placements: Iterable[Mapping[str, int]], report: RunProgress, at: At
 ) -> tuple[Progress | None, list[Point]]:
     """The run's newest figures, and the points to keep: not those of an abandoned tail."""
-    system = said.kind == "system"
+    system = report.kind == "system"
     placements = tuple(placements)
     points = [
         Point(
-            run_id=said.run_id,
-            kind=said.kind,
+            run_id=report.run_id,
+            kind=report.kind,
             name=name,
-            node_id=said.node_id if system else "",
+            node_id=report.node_id if system else "",
             step=int(point.time) if system else point.step,
             time=point.time,
             value=value,
-            generation=said.generation,
+            generation=report.generation,
         )
-        for point in said.points
-        if system or survives(said.generation, point.step, placements)
+        for point in report.points
+        if system or survives(report.generation, point.step, placements)
         for name, value in finite(point.values).items()
     ]
-    if system or (known is not None and said.generation < known.generation):
+    if system or (known is not None and report.generation < known.generation):
         return known, points
     latest = dict(known.latest) if known else {}
-    for point in said.points:
+    for point in report.points:
         latest |= finite(point.values)
     return (
         Progress(
-            run_id=said.run_id,
-            generation=said.generation,
-            step=max([said.step, *(point.step for point in said.points)]),
-            total_steps=said.total_steps or (known.total_steps if known else None),
-            epoch=said.epoch or (known.epoch if known else 0),
-            samples_consumed=said.samples_consumed or (known.samples_consumed if known else 0),
+            run_id=report.run_id,
+            generation=report.generation,
+            step=max([report.step, *(point.step for point in report.points)]),
+            total_steps=report.total_steps or (known.total_steps if known else None),
+            epoch=report.epoch or (known.epoch if known else 0),
+            samples_consumed=report.samples_consumed or (known.samples_consumed if known else 0),
             latest=latest,
             reported_at=at.time_s,
         ),

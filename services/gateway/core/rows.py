@@ -50,7 +50,7 @@ class Run:
     #: ``{"generation", "resume_step"}`` of every placement, and ``started_step`` once it trains: which metric
     #: points survive. A placement may go on from beyond its checkpoint: ranks leave their state in memory.
     placements: list[dict[str, int]] = field(default_factory=list)
-    #: What every node said when the ranks of a generation started: where from, in which environment.
+    #: What every node reported when the ranks of a generation started: where from, in which environment.
     starts: list[dict[str, Any]] = field(default_factory=list)
     #: exact or samples-exact; why not exact, and since which generation.
     exactness: str | None = None
@@ -81,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run says it is. A row of its own: PROGRESS and FACTS are read independently."""
+    """The progress that a run reports. A row of its own: PROGRESS and FACTS are read independently."""
 
     run_id: str
     generation: int

@@ -1,4 +1,4 @@
-"""Names, parameters and tags within MLflow's limits. What is cut says so."""
+"""Names, parameters and tags within MLflow's limits. A value that is cut ends with a note of it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from contracts.state.run import change_run
 FIRST_ATTEMPT = 1
 
 
-#: MLflow's word for each end of a run.
+#: MLflow's status for each end of a run.
 STATUS: dict[type[RunFact], str] = {RunCompleted: "FINISHED", RunFailed: "FAILED", RunCancelled: "KILLED"}
 
 F = TypeVar("F", covariant=True)
@@ -58,7 +58,7 @@ class Run:
     accepted_at_s: float = 0.0
     prepared: RunPrepared | None = None
     placements: dict[int, DatedFact[RunPlaced]] = field(default_factory=dict)
-    #: What the nodes said when the ranks of a generation started, by generation and node.
+    #: What the nodes reported when the ranks of a generation started, by generation and node.
     starts: dict[tuple[int, str], RunStarted] = field(default_factory=dict)
     #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
     committed: dict[int, CheckpointRef] = field(default_factory=dict)

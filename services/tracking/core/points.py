@@ -1,8 +1,8 @@
 """Which metric points go to MLflow: those that no later generation can take back.
 
-A generation that resumes at step 30 takes back what earlier ones reported beyond 30; where it resumed, its ranks say
+A generation that resumes at step 30 takes back what earlier ones reported beyond 30; its ranks report where it resumed
 when they have started, since state in memory may be newer than the checkpoint they were given. So a point may be logged
-once a checkpoint at or beyond its step is committed, or once the run has ended. The cursor says what was
+once a checkpoint at or beyond its step is committed, or once the run has ended. The cursor records what was
 logged; it is stored after the points, so after a crash some are logged again, which MLflow does not mind
 (identical points are one row).
 """

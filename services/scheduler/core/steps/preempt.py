@@ -255,7 +255,8 @@ class Preemption:
         reserved = self.reservations.kept_on_nodes(run) if self.reservations is not None else {}
 
         def select(found: dict[str, tuple[AllocatedRun, PreemptionRule]]) -> list[Victim]:
-            if not found:
+            freed = sum(each.run.demand.milli * each.slots for each, _ in found.values())
+            if not found or self.future.milli + freed < request.demand.milli * run.spec.slots.min:
                 return []
             candidates = [self._candidate(each) for each, _ in found.values()]
             problem = PreemptionProblem(
@@ -283,16 +284,22 @@ class Preemption:
             each.run.spec.priority,
             each.spare,
             self._ranks.get(each.run.run_id, 0),
-            restart_cost_slot_s(each.run, self.cycle.now, self.cycle.policy),
+            self._restart_costs[each.run.run_id],
         )
+
+    @cached_property
+    def _restart_costs(self) -> dict[str, float]:
+        """What it costs to restart each run that may be preempted."""
+        now, policy = self.cycle.now, self.cycle.policy
+        return {each.run.run_id: restart_cost_slot_s(each.run, now, policy) for each in self.rules.preemptible}
 
     @cached_property
     def _by_cost(self) -> list[AllocatedRun]:
         """Those that may be preempted and have not been, the cheapest by themselves first."""
 
         def cost(each: AllocatedRun) -> tuple[float | str, ...]:
-            lost = restart_cost_slot_s(each.run, self.cycle.now, self.cycle.policy)
-            return each.run.spec.priority, self._ranks.get(each.run.run_id, 0), lost, each.run.run_id
+            run_id = each.run.run_id
+            return each.run.spec.priority, self._ranks.get(run_id, 0), self._restart_costs[run_id], run_id
 
         return sorted(self.rules.preemptible, key=cost)
 

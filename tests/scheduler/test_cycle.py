@@ -124,7 +124,9 @@ def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:
     run = world.run("r1")
 
     def state(snapshot: ClusterSnapshot) -> Any:
-        return {node_id: (each.left, each.whole, each.milli) for node_id, each in snapshot.nodes.items()}
+        return {
+            node_id: (each.free_milli, each.whole_slots, each.total_milli) for node_id, each in snapshot.nodes.items()
+        }
 
     before, state_id = state(cycle.snapshot), cycle.snapshot.state_id
     with cycle.transaction() as trial:
@@ -135,4 +137,4 @@ def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:
     with Transaction(cycle.snapshot, cycle.entitlements) as trial:
         trial.release(run, [("n1", (2,))])
         trial.commit()
-    assert cycle.snapshot.nodes["n1"].whole == 2
+    assert cycle.snapshot.nodes["n1"].whole_slots == 2

@@ -133,7 +133,7 @@ def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:
     rooms = [room("a", [1000] * 4), room("b", [1000] * 8), room("c", [1000] * 8)]
     taken = packing.choose(rooms, SlotRequest(), 12)
     assert sorted(len(slots) for _, slots in taken) == [4, 8]
-    apart = packing.choose(rooms, SlotRequest(bundle=2, apart=True), 6)
+    apart = packing.choose(rooms, SlotRequest(bundle=2, one_bundle_per_node=True), 6)
     assert sorted((name, len(slots)) for name, slots in apart) == [("a", 2), ("b", 2), ("c", 2)]
 
 
@@ -197,7 +197,7 @@ def test_a_workload_survives_a_snapshot() -> None:
         (SlotRequest(cpu_milli=500), 4, Shape(4, SLOT_MILLI, 2000, 0)),
         (SlotRequest(), 64, Shape(8, SLOT_MILLI, 0, 0)),
         (SlotRequest(bundle=2), 64, Shape(2, SLOT_MILLI, 0, 0)),
-        (SlotRequest(apart=True), 4, Shape(1, SLOT_MILLI, 0, 0)),
+        (SlotRequest(one_bundle_per_node=True), 4, Shape(1, SLOT_MILLI, 0, 0)),
         (SlotRequest(milli=0, cpu_milli=500), 2, Shape(0, 0, 1000, 0)),
         (SlotRequest(milli=300, accelerators=frozenset("A")), 1, Shape(1, 300, 0, 0, frozenset("A"))),
     ],
@@ -262,7 +262,7 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
             each = rooms[int(name[1:])]
             assert len(set(slots)) == len(slots)
             each.allocate(demand, slots)
-            assert min(each.left) >= 0
+            assert min(each.free_milli) >= 0
             assert each.cpu_milli >= 0 or not each.node.cpu_milli
             assert each.memory_bytes >= 0 or not each.node.memory_bytes
 

@@ -35,8 +35,8 @@ def test_the_quick_way_places_as_the_thorough_one(sizes: list[int], counts: list
     assert placer._only_cell(request)
     given_away = []
     for number, count in enumerate(counts):
-        rooms = [room for room in space.nodes.values() if room.whole]
-        enough = sum(room.whole for room in rooms) >= count
+        rooms = [room for room in space.nodes.values() if room.whole_slots]
+        enough = sum(room.whole_slots for room in rooms) >= count
         taken = placer.find(space, run, count, request)
         assert taken == (pack(rooms, SIMPLE, count) if enough else None)
         if taken is not None:

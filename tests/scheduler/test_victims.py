@@ -28,14 +28,14 @@ def bundles_after(problem: PreemptionProblem, cell: tuple[str, ...], victims: li
     total = 0
     by_id = {each.run_id: each for each in problem.candidates}
     for node_id in cell:
-        left = list(problem.nodes[node_id].left)
+        left = list(problem.nodes[node_id].free_milli)
         for victim in victims:
             for home, slots in victim.freed:
                 for slot in slots if home == node_id else ():
                     left[slot] += by_id[victim.run_id].demand.milli
         free = sum(milli >= problem.demand.milli for milli in left)
         bundle = problem.demand.bundle
-        total += min(free // bundle, 1) if problem.demand.apart else free // bundle
+        total += min(free // bundle, 1) if problem.demand.one_bundle_per_node else free // bundle
     return total
 
 
@@ -107,7 +107,9 @@ def small_problem(rng: random.Random) -> PreemptionProblem:
             if milli == SLOT_MILLI and rng.random() < 0.5:
                 left[node_id][slot] = 0
     bundle = rng.choice([1, 1, 2, 3])
-    demand = SlotRequest(milli=rng.choice([SLOT_MILLI, SLOT_MILLI, 500]), bundle=bundle, apart=rng.random() < 0.2)
+    demand = SlotRequest(
+        milli=rng.choice([SLOT_MILLI, SLOT_MILLI, 500]), bundle=bundle, one_bundle_per_node=rng.random() < 0.2
+    )
     ids = sorted(nodes)
     cells = [ids] if rng.random() < 0.6 else [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
     rooms = {node_id: room(node_id, nodes[node_id], left[node_id]) for node_id in nodes}

@@ -96,11 +96,11 @@ class PreemptionRules:
         return part, self.cycle.entitlements.alike(run)
 
     def candidates(
-        self, key: Key, run: Run, order: Iterable[AllocatedRun], *, together: bool
+        self, key: Key, run: Run, order: Iterable[AllocatedRun], *, cumulative: bool
     ) -> dict[str, tuple[AllocatedRun, PreemptionRule]]:
         """Return the runs that the run may preempt, and by what rules.
 
-        ``together``: each one as if those before it were gone.
+        ``cumulative``: each one as if those before it were gone.
         """
         found: dict[str, tuple[AllocatedRun, PreemptionRule]] = {}
         entitlements, reclaim = self.cycle.entitlements, self.policy.reclaim
@@ -116,9 +116,9 @@ class PreemptionRules:
             if rule is None or (self.cycle.now - each.run.placed_at).total_seconds() < rule.granted_s:
                 continue
             found[each.run.run_id] = each, rule
-            if together:
+            if cumulative:
                 entitlements.refund_run(each.run)
-        for each, _ in found.values() if together else ():
+        for each, _ in found.values() if cumulative else ():
             entitlements.charge(each.run, held(each.run))
         return found
 

@@ -502,7 +502,7 @@ class _CellSearch:
                     capacity.release(candidate.demand, slots)
         for other, slots in reserved:
             capacity.allocate(
-                other, tuple(s for s in slots if s >= len(capacity.left) or capacity.left[s] >= other.milli)
+                other, tuple(s for s in slots if s >= len(capacity.free_milli) or capacity.free_milli[s] >= other.milli)
             )
         return capacity.fits(demand) // self._bundle
 

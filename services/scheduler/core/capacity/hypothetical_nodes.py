@@ -145,7 +145,7 @@ class HypotheticalCapacity:
                 self.added.setdefault(name, []).append(node_id)
         for name in sorted({name for name, *_ in taken if name}):
             self.run_ids.setdefault(name, []).append(run.run_id)
-        full = {node_id for _, _, (node_id, _) in taken if not self.snapshot.nodes[node_id].milli}
+        full = {node_id for _, _, (node_id, _) in taken if not self.snapshot.nodes[node_id].total_milli}
         if full and run.demand.milli:  # no run finds slots there
             for node_ids in self.present.values():
                 node_ids[:] = [node_id for node_id in node_ids if node_id not in full]

@@ -237,7 +237,7 @@ class FragmentationScores:
 
     def _state_of(self, capacity: NodeCapacity, profile: str) -> State:
         """The state of the node, as a shape of that MIG profile sees it."""
-        node, left = capacity.node, list(capacity.left)
+        node, left = capacity.node, list(capacity.free_milli)
         if node.profiles:
             seen = [milli for milli, each in zip(left, node.profiles, strict=False) if each == profile]
         else:
@@ -293,7 +293,7 @@ def _slots(capacity: NodeCapacity, demand: SlotRequest, count: int, share_of: in
     if not share_of:
         return capacity.pick(demand, count)
     profiles = capacity.node.profiles
-    for slot, milli in enumerate(capacity.left):
+    for slot, milli in enumerate(capacity.free_milli):
         if milli == share_of and (not profiles or profiles[slot] == demand.profile):
             return (slot,)
     raise ValueError(f"node {capacity.node.node_id} has no accelerator with {share_of} thousandths left")

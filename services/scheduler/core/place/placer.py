@@ -96,7 +96,7 @@ class Placer:
                     nodes = [node_id for node_id in cell if node_id not in closed and node_id not in shut]
                     if nodes and nodes not in found:
                         found.append(nodes)
-        if request.together:
+        if request.topology:
             return found
         sets = [frozenset(nodes) for nodes in found]
         return [nodes for nodes, own in zip(found, sets, strict=True) if not any(own < other for other in sets)]
@@ -360,13 +360,13 @@ class Placer:
 
 def _divisions(request: ResourceRequest) -> list[tuple[str, ...]]:
     """By what the nodes are divided, the best first: machines alike, one zone; then less of it."""
-    zone = (request.together,) if request.together else ()
+    zone = (request.topology,) if request.topology else ()
     if request.machine is not None:
         found = [(CLUSTER, "machine", *zone), (CLUSTER, "machine")]
     else:
         found = [(CLUSTER, *zone, "machine"), (CLUSTER, *zone), (CLUSTER, "machine"), (CLUSTER,)]
     if request.strict and zone:
-        found = [traits for traits in found if request.together in traits]
+        found = [traits for traits in found if request.topology in traits]
     return list(dict.fromkeys(found))
 
 

@@ -24,7 +24,8 @@ class ResourceRequest:
     machine: str | None
     #: Whether it may go elsewhere when there is none of that kind.
     bound: bool
-    together: str
+    #: The label of nodes that all of it should share, and whether it must.
+    topology: str
     strict: bool
     #: The hash, which is needed many times in a cycle.
     hashed: int = field(init=False, repr=False, compare=False)
@@ -37,7 +38,7 @@ class ResourceRequest:
             self.tier,
             self.machine,
             self.bound,
-            self.together,
+            self.topology,
             self.strict,
         )
         object.__setattr__(self, "hashed", hash(traits))
@@ -65,7 +66,7 @@ def _build_request(run: Run) -> ResourceRequest:
         tier=spec.scheduling.tier or "",
         machine=(run.machine or run.inherited_machine) if exact else None,
         bound=run.bound,
-        together=spec.gang.together or "",
+        topology=spec.gang.together or "",
         strict=spec.gang.strict,
     )
 

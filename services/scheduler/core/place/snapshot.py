@@ -10,10 +10,13 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from services.scheduler.core.state.cluster import Cluster, Node, Run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+
+if TYPE_CHECKING:
+    from services.scheduler.core.place.fragmentation import State
 
 #: Tells states of snapshots apart; no decision depends on it.
 _STATE_IDS = itertools.count()
@@ -27,17 +30,18 @@ class NodeCapacity:
 
     node: Node
     #: Free thousandths of each slot.
-    left: list[int]
+    free_milli: list[int]
     cpu_milli: int
     memory_bytes: int
     #: How many slots are free as a whole, and the free thousandths of all slots together.
-    whole: int
-    milli: int
+    whole_slots: int
+    total_milli: int
     #: The version of the node's allocations that it was made from.
     version: int = 0
     #: Cached until something is allocated or released.
     _fits: dict[SlotRequest, int] = field(default_factory=dict)
-    state: Any = None
+    #: What is left of it, as placement by fragmentation sees it.
+    state: State | None = None
 
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> NodeCapacity:
@@ -47,7 +51,13 @@ class NodeCapacity:
 
     def copy(self) -> NodeCapacity:
         return NodeCapacity(
-            self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole, self.milli, self.version
+            self.node,
+            list(self.free_milli),
+            self.cpu_milli,
+            self.memory_bytes,
+            self.whole_slots,
+            self.total_milli,
+            self.version,
         )
 
     def fits(self, demand: SlotRequest) -> int:
@@ -59,13 +69,13 @@ class NodeCapacity:
 
     def _fitting(self, demand: SlotRequest) -> int:
         if demand.milli == SLOT_MILLI and not self.node.profiles:
-            count = self.whole
+            count = self.whole_slots
         elif demand.milli == 0:
             count = self.node.slots if not demand.cpu_milli else 1_000_000
         elif not self.node.profiles:
             milli = demand.milli
             # (In one go: this is asked of every node for each share that is placed.)
-            count = 0 if demand.profile else len([each for each in self.left if each >= milli])
+            count = 0 if demand.profile else len([each for each in self.free_milli if each >= milli])
         else:
             count = sum(1 for _ in self._usable(demand))
         if count and demand.cpu_milli and self.node.cpu_milli:
@@ -74,12 +84,12 @@ class NodeCapacity:
             count = min(count, self.memory_bytes // demand.memory_bytes)
         if demand.bundle > 1:
             count -= count % demand.bundle
-            return min(count, demand.bundle) if demand.apart else count
-        return min(count, 1) if demand.apart else max(count, 0)
+            return min(count, demand.bundle) if demand.one_bundle_per_node else count
+        return min(count, 1) if demand.one_bundle_per_node else max(count, 0)
 
     def _usable(self, demand: SlotRequest) -> Iterator[int]:
         profiles = self.node.profiles
-        for slot, milli in enumerate(self.left):
+        for slot, milli in enumerate(self.free_milli):
             if milli >= demand.milli and (profiles[slot] if profiles else "") == demand.profile:
                 yield slot
 
@@ -89,7 +99,7 @@ class NodeCapacity:
             return tuple(range(count))
         usable = list(self._usable(demand))
         if demand.milli < SLOT_MILLI:
-            usable.sort(key=lambda slot: (self.left[slot], slot))
+            usable.sort(key=lambda slot: (self.free_milli[slot], slot))
         return tuple(sorted(usable[:count]))
 
     def allocate(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
@@ -99,7 +109,7 @@ class NodeCapacity:
         self._count(demand, slots, 1)
 
     def _count(self, demand: SlotRequest, slots: tuple[int, ...], sign: int) -> None:
-        left = self.left
+        left = self.free_milli
         self._fits.clear()
         self.state = None
         if demand.milli:
@@ -107,8 +117,8 @@ class NodeCapacity:
                 if slot < len(left):
                     before = left[slot]
                     left[slot] = before + sign * demand.milli
-                    self.milli += sign * demand.milli
-                    self.whole += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
+                    self.total_milli += sign * demand.milli
+                    self.whole_slots += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
         self.cpu_milli += sign * demand.cpu_milli * len(slots)
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
@@ -117,7 +127,7 @@ class FreeSlotIndex:
     """Rooms by how many whole slots they have, so that the best one is found without a look at all of them."""
 
     def __init__(self, capacities: Iterable[NodeCapacity]) -> None:
-        self._order = sorted((capacity.whole, capacity.node.node_id) for capacity in capacities)
+        self._order = sorted((capacity.whole_slots, capacity.node.node_id) for capacity in capacities)
         self._whole = {node_id: whole for whole, node_id in self._order}
         #: Whole slots, all in all.
         self.total = sum(self._whole.values())
@@ -126,12 +136,12 @@ class FreeSlotIndex:
         """Something was taken from the room, or given back."""
         node_id = capacity.node.node_id
         before = self._whole.get(node_id)
-        if before is None or before == capacity.whole:
+        if before is None or before == capacity.whole_slots:
             return
         del self._order[bisect_left(self._order, (before, node_id))]
-        insort(self._order, (capacity.whole, node_id))
-        self._whole[node_id] = capacity.whole
-        self.total += capacity.whole - before
+        insort(self._order, (capacity.whole_slots, node_id))
+        self._whole[node_id] = capacity.whole_slots
+        self.total += capacity.whole_slots - before
 
     def packed(self, count: int) -> list[tuple[str, int]]:
         """(node, slots) that ``count`` go to, filling the fullest that fits, on as few nodes as can be."""
@@ -159,7 +169,7 @@ class ClusterSnapshot:
     def __init__(self, capacities: dict[str, NodeCapacity]) -> None:
         self.nodes = capacities
         #: Thousandths of accelerators that are left, all in all.
-        self.milli = sum(capacity.milli for capacity in capacities.values())
+        self.milli = sum(capacity.total_milli for capacity in capacities.values())
         #: Differs between states of the snapshot; a rollback restores it.
         self.state_id = next(_STATE_IDS)
         #: Nodes whose rooms nobody else has.
@@ -205,12 +215,12 @@ class ClusterSnapshot:
         """One more room."""
         self.nodes[node_id] = capacity
         self.state_id = next(_STATE_IDS)
-        self.milli += capacity.milli
+        self.milli += capacity.total_milli
         self._own.add(node_id)
 
     def remove(self, node_id: str) -> None:
         """Leave out a node that was ``put``."""
-        self.milli -= self.nodes.pop(node_id).milli
+        self.milli -= self.nodes.pop(node_id).total_milli
         self.state_id = next(_STATE_IDS)
         self._own.discard(node_id)
 
@@ -224,7 +234,7 @@ class ClusterSnapshot:
 
     def whole(self) -> int:
         """Return the number of slots that are free as a whole."""
-        return sum(capacity.whole for capacity in self.nodes.values())
+        return sum(capacity.whole_slots for capacity in self.nodes.values())
 
     def allocate(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
         for node_id, slots in taken:

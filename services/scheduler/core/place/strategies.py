@@ -37,7 +37,10 @@ def spread(
 ) -> list[NodeSlots]:
     """One bundle after the other on the emptiest node."""
     return _by_turns(
-        capacities, demand, count, lambda capacity, given: (capacity.node.node_id in avoid, -(capacity.whole - given))
+        capacities,
+        demand,
+        count,
+        lambda capacity, given: (capacity.node.node_id in avoid, -(capacity.whole_slots - given)),
     )
 
 
@@ -47,7 +50,7 @@ def balanced(
     """Fill a node to half, then the next; once all are half full, fill them up."""
 
     def standing(capacity: NodeCapacity, given: int) -> tuple[float, ...]:
-        used = capacity.node.slots - capacity.whole + given
+        used = capacity.node.slots - capacity.whole_slots + given
         return (capacity.node.node_id in avoid, 2 * used >= capacity.node.slots, -used)
 
     return _by_turns(capacities, demand, count, standing)

@@ -24,7 +24,7 @@ class SlotRequest(NamedTuple):
     profile: str = ""
     #: Slots that must lie on one node; and whether each bundle needs a node of its own.
     bundle: int = 1
-    apart: bool = False
+    one_bundle_per_node: bool = False
 
     @property
     def simple(self) -> bool:
@@ -45,6 +45,6 @@ def slot_request_of(spec: RunSpec) -> SlotRequest:
         accelerators=frozenset(needs.accelerators),
         profile=needs.mig_profile or "",
         bundle=gang.bundle,
-        apart=gang.apart,
+        one_bundle_per_node=gang.apart,
     )
     return SIMPLE if demand == SIMPLE else demand

@@ -56,7 +56,7 @@ def shape_of(demand: SlotRequest, slots: int) -> Shape:
 
 def piece_of(demand: SlotRequest, slots: int) -> Shape:
     """Return the shape in which a gang of ``slots`` slots reaches most nodes: its bundle, or as much as fits on one."""
-    whole = demand.bundle > 1 or demand.apart
+    whole = demand.bundle > 1 or demand.one_bundle_per_node
     return shape_of(demand, demand.bundle if whole else min(slots, LARGEST_PIECE))
 
 

@@ -57,7 +57,7 @@ def add_numbers(cycle: CycleState, run: Run, why: Why) -> Why:
     if why.code not in ("slots", "priority", "reserved"):
         return why
     nodes = cycle.placer.waits_for(run, resource_request_of(cycle.cluster, run))
-    free = sum(each.whole for node_id in nodes if (each := cycle.snapshot.nodes.get(node_id)) is not None)
+    free = sum(each.whole_slots for node_id in nodes if (each := cycle.snapshot.nodes.get(node_id)) is not None)
     return replace(why, idle=free, capacity=sum(cycle.cluster.nodes[node_id].slots for node_id in nodes))
 
 

@@ -264,12 +264,12 @@ class Preemption:
             )
             return select_victims(problem) or []
 
-        found = self.rules.candidates(key, run, self._by_cost, together=False)
+        found = self.rules.candidates(key, run, self._by_cost, cumulative=False)
         victims = select(found)
         if victims and cycle.entitlements.at_work:
             chosen = {victim.run_id for victim in victims}
             for order in (sorted(self._by_cost, key=lambda each: each.run.run_id not in chosen), self._by_cost):
-                found = self.rules.candidates(key, run, order, together=True)
+                found = self.rules.candidates(key, run, order, cumulative=True)
                 if chosen <= found.keys():
                     break
                 if victims := select(found):

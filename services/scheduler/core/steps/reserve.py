@@ -59,14 +59,14 @@ class _Bits:
         count = 0
         for node_id, capacity in snapshot.nodes.items():
             self._first[node_id] = count
-            count += len(capacity.left)
+            count += len(capacity.free_milli)
 
     def of_capacity(self, capacity: NodeCapacity) -> int:
-        bits = sum(1 << slot for slot, milli in enumerate(capacity.left) if milli == SLOT_MILLI)
+        bits = sum(1 << slot for slot, milli in enumerate(capacity.free_milli) if milli == SLOT_MILLI)
         return bits << self._first[capacity.node.node_id]
 
     def of_node(self, capacity: NodeCapacity) -> int:
-        return ((1 << len(capacity.left)) - 1) << self._first[capacity.node.node_id]
+        return ((1 << len(capacity.free_milli)) - 1) << self._first[capacity.node.node_id]
 
     def of_space(self, snapshot: ClusterSnapshot) -> int:
         return sum(map(self.of_capacity, snapshot.nodes.values()))
@@ -256,7 +256,9 @@ def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> 
             capacity = left.nodes.get(node_id)
             if capacity is not None:
                 free = tuple(
-                    slot for slot in slots if slot >= len(capacity.left) or capacity.left[slot] >= each.run.demand.milli
+                    slot
+                    for slot in slots
+                    if slot >= len(capacity.free_milli) or capacity.free_milli[slot] >= each.run.demand.milli
                 )
                 left.allocate(each.run.demand, [(node_id, free)])
     return left

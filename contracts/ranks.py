@@ -28,6 +28,18 @@ from contracts.events.run import CheckpointRef
 from contracts.spec.run import RunSpec
 
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
+#: A folder of the rank's own: what lies in it is kept with the run, and lies in it again when the script starts anew.
+OUTPUT_DIR_VARIABLE = "TRAINBUS_OUTPUT_DIR"
+#: The folder of the last kept checkpoint and its step; set only where there is something to resume.
+RESUME_DIR_VARIABLE = "TRAINBUS_RESUME_DIR"
+RESUME_STEP_VARIABLE = "TRAINBUS_RESUME_STEP"
+RUN_ID_VARIABLE = "TRAINBUS_RUN_ID"
+#: ``spec.params`` as JSON.
+PARAMS_VARIABLE = "TRAINBUS_PARAMS"
+#: The rank's journal, to append lines to.
+JOURNAL_VARIABLE = "TRAINBUS_JOURNAL"
+#: A file that exists once the run is asked to stop.
+STOP_FILE_VARIABLE = "TRAINBUS_STOP_FILE"
 #: Part of its device's memory that a rank's tensors may take, where the run has a share of the device.
 MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended as it should. Anything else is a failure.
@@ -95,7 +107,8 @@ FiniteValues = Annotated[dict[str, float], BeforeValidator(_finite_values)]
 class TimedLine(Line):
     """A line of a rank's journal."""
 
-    time: float
+    #: Seconds since the epoch; 0: when the agent reads the line.
+    time: float = 0.0
 
 
 class MetricsLine(TimedLine):
@@ -157,6 +170,27 @@ class CheckpointLine(TimedLine):
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
+class KeepLine(TimedLine):
+    """A script asks to keep this file or folder as the run's checkpoint: ``trainbus.checkpoint()``."""
+
+    kind: Literal["keep"] = "keep"
+    #: Absolute, or relative to the output folder. It must not change until it is kept.
+    path: str
+    #: None: the last reported one.
+    step: int | None = None
+    epoch: int | None = None
+    #: What ranks the checkpoint; None: the last reported values.
+    metrics: FiniteValues | None = None
+
+
+class ArtifactLine(TimedLine):
+    """A file in the output folder is an artifact of the run: ``trainbus.artifact()``."""
+
+    kind: Literal["artifact"] = "artifact"
+    #: Relative to the output folder.
+    path: str
+
+
 class ResultLine(TimedLine):
     """The result of the run. ``artifacts`` are files in the generation's folder that the agent uploads."""
 
@@ -179,7 +213,7 @@ class EndedLine(TimedLine):
 
 #: The lines of which the rank informs the agent at once.
 UrgentLine = StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
-JournalLine = Annotated[MetricsLine | UrgentLine, Field(discriminator="kind")]
+JournalLine = Annotated[MetricsLine | KeepLine | ArtifactLine | UrgentLine, Field(discriminator="kind")]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 
 

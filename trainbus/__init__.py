@@ -2,7 +2,7 @@
 
 ``Client`` and ``AsyncClient`` submit runs and read what came of them; ``Task`` and ``Trainer`` are what runs in a
 rank. Each is imported at its first use: in a rank ``import trainbus`` loads no bus, and a script that only calls
-``report`` loads no torch.
+``report``, ``checkpoint`` and their like loads the standard library alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trainbus.report import report
+from trainbus.report import report  # also so that importing the module later does not replace the function
+from trainbus.script import artifact, checkpoint, output_dir, params, resume, resume_step, should_stop
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient, Client
@@ -18,7 +19,21 @@ if TYPE_CHECKING:
     from trainbus.task import Task
     from trainbus.trainer.trainer import Trainer
 
-__all__ = ["AsyncClient", "Client", "Task", "TrainbusError", "Trainer", "report"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Task",
+    "TrainbusError",
+    "Trainer",
+    "artifact",
+    "checkpoint",
+    "output_dir",
+    "params",
+    "report",
+    "resume",
+    "resume_step",
+    "should_stop",
+]
 
 _MODULES = {
     "AsyncClient": "trainbus.client.client",

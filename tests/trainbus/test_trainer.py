@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import trainbus
 from contracts.ranks import CheckpointLine, MetricsLine
 from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
@@ -228,24 +227,6 @@ def test_a_requested_checkpoint_is_saved_at_the_next_step(dataset: Dataset, tmp_
     control.request_checkpoint()
     train(tmp_path, dataset, control=control, checkpoint_every_steps=1000, validate_every_steps=1000)
     assert [line.step for line in checkpoints(tmp_path)] == [1, 19]
-
-
-def test_report_appends_to_the_journal_and_warns_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-
-    module = importlib.import_module("trainbus.report")
-    monkeypatch.setattr(module, "_journal_fd", None)
-    monkeypatch.setattr(module, "_warned", False)
-    monkeypatch.delenv("TRAINBUS_LAUNCH", raising=False)
-    with pytest.warns(UserWarning, match="TRAINBUS_LAUNCH is not set"):
-        trainbus.report(step=1, loss=1.0)
-    monkeypatch.setenv("TRAINBUS_LAUNCH", str(tmp_path / "launch.json"))
-    monkeypatch.setenv("RANK", "3")
-    trainbus.report({"validation/loss": 0.5}, step=2, epoch=1, lr=0.1, bad=float("nan"))
-    (line,) = journal(tmp_path, 3)
-    assert isinstance(line, MetricsLine)
-    assert (line.step, line.epoch, line.values) == (2, 1, {"validation/loss": 0.5, "lr": 0.1})
-    os.close(module._journal_fd)
 
 
 def test_importing_trainbus_is_light() -> None:

@@ -1,0 +1,268 @@
+"""What a script of any kind can call in a run: metrics, checkpoints, artifacts, stop. Standard library only.
+
+A script that uses none of it keeps what it leaves in the folder ``TRAINBUS_OUTPUT_DIR``. Outside a run every call is
+harmless: ``report`` prints, ``checkpoint`` and ``artifact`` say once that nothing is kept.
+The variables and the journal's lines, for scripts in other languages: ``contracts/ranks.py`` and ``docs/events.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Spelled here too (contracts.ranks has them), because importing contracts means importing pydantic.
+_LAUNCH = "TRAINBUS_LAUNCH"
+_OUTPUT_DIR = "TRAINBUS_OUTPUT_DIR"
+_RESUME_DIR = "TRAINBUS_RESUME_DIR"
+_RESUME_STEP = "TRAINBUS_RESUME_STEP"
+_PARAMS = "TRAINBUS_PARAMS"
+_STOP_FILE = "stop.json"
+
+
+class _Process:
+    """What this process has opened and seen."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.journal_fd: int | None = None
+        self.has_warned = False
+        self.last_step: int | None = None
+        self.listens = False
+        self.has_signal = False
+        self.lock = threading.Lock()
+
+
+_state = _Process()
+
+
+def _current() -> _Process:
+    """Return the state of this process: a fork has another rank perhaps, and its own journal."""
+    global _state
+    if _state.pid != os.getpid():
+        _state = _Process()
+    return _state
+
+
+def report(
+    values: Mapping[str, float] | None = None,
+    /,
+    *,
+    step: int | None = None,
+    epoch: int | None = None,
+    total_steps: int | None = None,
+    samples: int = 0,
+    **metrics: float,
+) -> None:
+    """Report metrics; never block on the network, never fail the script.
+
+    Names with a slash go in as a mapping: ``report({"validation/loss": 0.3}, step=10, lr=1e-3)``. Values that are not
+    finite are dropped. Outside a run the values are printed.
+
+    Args:
+        step: where the values belong; without it the epoch, or else one more than the step before.
+        epoch: the current epoch.
+        total_steps: at which step the script will be done, for the progress and the time that is left.
+        samples: how many samples have been consumed so far, if the script knows.
+    """
+    state = _current()
+    numbers = _finite({**(values or {}), **metrics})
+    with state.lock:
+        if step is None:
+            step = epoch if epoch is not None else _last_step(state) + 1
+        state.last_step = int(step)
+    if not _is_in_run():
+        text = " ".join(f"{name}={value:.6g}" for name, value in numbers.items())
+        print(f"step {step}: {text}", flush=True)
+        return
+    line: dict[str, Any] = {
+        "kind": "metrics",
+        "step": int(step),
+        "values": numbers,
+        "epoch": int(epoch or 0),
+        "samples_consumed": int(samples),
+    }
+    if total_steps is not None:
+        line["total_steps"] = int(total_steps)
+    _append(line)
+
+
+def checkpoint(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    *,
+    epoch: int | None = None,
+) -> None:
+    """Keep this file or folder as the run's checkpoint; return once it is copied on this machine.
+
+    The copy is uploaded in the background. After a crash, a preemption or a move to another node ``resume()`` returns
+    a folder with this file, or with the content of this folder. Rank 0 does this for all ranks; in the others the call
+    does nothing.
+
+    Args:
+        path: the file or folder.
+        step: the step that it belongs to; without it the last reported one.
+        metrics: what ranks it (``retention.metric``); without them the last reported ones.
+        epoch: the epoch that it belongs to.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+    """
+    source = Path(path)
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {str(source)!r} to keep: save it before trainbus.checkpoint()")
+    if not _is_in_run():
+        _warn_outside(f"{source} is not kept")
+        return
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    line: dict[str, Any] = {"kind": "keep", "path": str(_copy(source))}
+    if step is not None:
+        line["step"] = int(step)
+    if epoch is not None:
+        line["epoch"] = int(epoch)
+    if metrics is not None:
+        line["metrics"] = _finite(metrics)
+    _append(line)
+
+
+def resume() -> Path | None:
+    """Return the folder of the last kept checkpoint; None where the run begins."""
+    folder = os.environ.get(_RESUME_DIR)
+    return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+def resume_step() -> int:
+    """Return the step of the last kept checkpoint; 0 where the run begins."""
+    try:
+        return int(os.environ.get(_RESUME_STEP) or 0)
+    except ValueError:
+        return 0
+
+
+def output_dir() -> Path:
+    """Return the folder whose content is kept with the run; outside a run ``./outputs``. It exists."""
+    folder = Path(os.environ.get(_OUTPUT_DIR) or "outputs")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def artifact(path: str | os.PathLike[str], name: str | None = None) -> None:
+    """Keep a file as the run's artifact: a report, a plot, a table. Its name is ``name``, or the file's own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the name leads out of the folder of artifacts.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"there is no file {str(source)!r} to keep as an artifact")
+    target_name = Path(name or source.name)
+    if target_name.is_absolute() or ".." in target_name.parts:
+        raise ValueError(f"the artifact's name {str(target_name)!r} must be a path without '..'")
+    if not _is_in_run():
+        _warn_outside(f"{source} is not kept")
+        return
+    target = output_dir() / target_name
+    if source.resolve() != target.resolve():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        shutil.copyfile(source, partial)
+        partial.replace(target)
+    _append({"kind": "artifact", "path": target_name.as_posix()})
+
+
+def should_stop() -> bool:
+    """Return whether the run is asked to stop: save, then end with exit code 0.
+
+    From its first call on, SIGTERM does not end the process by itself; the script has the run's ``grace_s`` to end.
+    In a script of several ranks ask on rank 0, and broadcast the answer.
+    """
+    state = _current()
+    if not state.listens:
+        state.listens = True
+        _listen(state)
+    launch = os.environ.get(_LAUNCH)
+    return state.has_signal or bool(launch and os.path.exists(os.path.join(os.path.dirname(launch), _STOP_FILE)))
+
+
+def params() -> dict[str, Any]:
+    """Return the run's parameters (``--param``, ``params`` in the request)."""
+    if text := os.environ.get(_PARAMS):
+        return dict(json.loads(text))
+    if launch := os.environ.get(_LAUNCH):
+        return dict(json.loads(Path(launch).read_bytes())["spec"].get("params") or {})
+    return {}
+
+
+def _is_in_run() -> bool:
+    return bool(os.environ.get(_LAUNCH))
+
+
+def _last_step(state: _Process) -> int:
+    return resume_step() if state.last_step is None else state.last_step
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    numbers = {str(name): float(value) for name, value in values.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _warn_outside(consequence: str) -> None:
+    state = _current()
+    if not state.has_warned:
+        state.has_warned = True
+        print(f"trainbus: {consequence}: this script was not started by trainbus", file=sys.stderr, flush=True)
+
+
+def _listen(state: _Process) -> None:
+    """Make SIGTERM a request, unless the script handles it; in a thread that may not, the stop file remains."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            state.has_signal = True
+
+        signal.signal(signal.SIGTERM, on_signal)
+
+
+def _copy(source: Path) -> Path:
+    """Copy a file or folder into the generation's folder, whole or not at all; return the copy, a folder."""
+    kept = Path(os.environ[_LAUNCH]).parent / "kept"
+    kept.mkdir(exist_ok=True)
+    name = uuid.uuid4().hex
+    partial, target = kept / f".{name}.partial", kept / name
+    try:
+        if source.is_dir():
+            shutil.copytree(source, partial, symlinks=True)
+        else:
+            partial.mkdir()
+            shutil.copyfile(source, partial / source.name)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(target)
+    return target
+
+
+def _append(line: dict[str, Any]) -> None:
+    """Append a line to the rank's journal."""
+    state = _current()
+    if state.journal_fd is None:
+        folder = os.path.dirname(os.environ[_LAUNCH])
+        path = os.path.join(folder, f"rank_{int(os.environ.get('RANK', '0'))}.jsonl")
+        state.journal_fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    # One write() of one line on an O_APPEND file: lines of several threads or processes never mix.
+    os.write(state.journal_fd, json.dumps({"time": time.time(), **line}).encode() + b"\n")

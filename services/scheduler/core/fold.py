@@ -172,6 +172,8 @@ def _accepted(
     if fact.spec.resume_from is not None:
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     accepted.kind = run_kind_of(fact.spec)
+    owner = f"{fact.spec.team}/{fact.spec.user}/{fact.spec.name}"
+    accepted.array_id = cluster.arrays.add(fact.run_id, owner, time.timestamp())
     cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
@@ -213,7 +215,11 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         known.strikes.update(_at_fault(cluster, known))
     known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
     known.reserved = None
-    known.ready_at = time if known.ready_at == EPOCH else known.ready_at
+    if known.ready_at == EPOCH:
+        known.ready_at = time
+        milli = known.spec.slots.min * known.demand.milli
+        cluster.fifo_waits.add(known.demand.accelerators, known.spec.priority, known.run_id, milli, time.timestamp())
+        _start_fifo_runs(cluster, known, time)
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
     _predict(cluster, known)
@@ -334,7 +340,10 @@ def _end(cluster: Cluster, known: Run, part: MemberState, how: Ending, time: dat
     """A part is over: its slots are free, and with the last one the generation has ended."""
     part.ended = how
     _account(cluster, known, part, -1, time)
-    known.served_slot_s += len(part.slots) * max((time - known.placed_at).total_seconds(), 0.0)
+    slot_s = len(part.slots) * max((time - known.placed_at).total_seconds(), 0.0)
+    known.served_slot_s += slot_s
+    for run_id in cluster.arrays.serve(known.array_id, slot_s):
+        cluster.index.touch(run_id)
     home = cluster.nodes.get(part.node_id)
     if home is not None:
         home.release((known.run_id, known.generation))
@@ -410,10 +419,21 @@ def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str, time: dateti
     if (run_s := known.ran_s(time)) > 0:
         cluster.history.add(known.kind, run_s, time)
     _enter(cluster, known, phase)
+    cluster.arrays.remove(known.array_id, known.run_id)
+    cluster.fifo_waits.remove(known.demand.accelerators, known.spec.priority, known.run_id)
+    _start_fifo_runs(cluster, known, time)
     known.outcome = outcome
     if not known.live:
         cluster.active.pop(known.run_id, None)
         known.parts = {}
+
+
+def _start_fifo_runs(cluster: Cluster, known: Run, time: datetime) -> None:
+    """Start the runs of the run's pool whose turn has come in strict order of submission."""
+    pool = known.demand.accelerators
+    nodes = cluster.nodes.values()
+    slots = sum(node.slots for node in nodes if node.is_schedulable and (not pool or node.accelerator in pool))
+    cluster.fifo_waits.start_runs(pool, slots * SLOT_MILLI, time.timestamp())
 
 
 def _enter(cluster: Cluster, known: Run, phase: Phase) -> None:

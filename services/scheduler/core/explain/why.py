@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,6 +12,7 @@ from services.scheduler.core import reasons
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.estimate import ReleaseTimes
 from services.scheduler.core.explain.request_changes import fork_cluster, smallest_changes
+from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
@@ -42,6 +44,10 @@ def answer(
         said["message"] += (
             "; it is far down the queue: one cycle does not examine all runs, the next ones go on with it"
         )
+    limit_s = queue.wait_limit_s(cluster, run, policy)
+    if limit_s < math.inf:
+        waited, limit = (timedelta(seconds=round(each)) for each in (run.waited_s(now), limit_s))
+        said["message"] += f"; it has waited {waited}, and after {limit} only short runs go before it"
     changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.victims else []
     if changes:
         said["message"] += "; " + ", or ".join(change.text for change in changes)

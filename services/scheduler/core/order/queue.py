@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from datetime import datetime
 from heapq import heappop, heappush, heapreplace
 
-from contracts.scheduling import OrderKey, Policy
+from contracts.scheduling import LeastAttained, OrderKey, Policy
 from services.scheduler.core.order import even_wait
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import Cluster, Run
@@ -22,6 +22,8 @@ from services.scheduler.core.state.index import Index, Key, RunQueue
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
 #: Seconds after which a change has certainly taken effect, despite rounding.
 AFTER_S = 1e-3
+#: The wait limit of least attained service is rounded up to this part of its least value.
+LIFT_STEP = 0.25
 #: A run, the clock -> what it is ordered by.
 KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
 #: A group (a team) -> its share. The share does not change the order of runs within the group.
@@ -43,24 +45,85 @@ def _submitted(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
 
 def _attained(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """The level by slot-seconds attained; one that has waited for long goes right behind the first levels."""
-    config = policy.order.attained
-    level = bisect_right(config.levels_slot_s, run.attained_slot_s(now))
-    if config.lift_after_s is not None and level > config.above_lifted and run.waited_s(now) >= config.lift_after_s:
-        return config.above_lifted - 0.5
-    return level
+    config, attained = policy.order.attained, _service_slot_s(cluster, run, now)
+    level = bisect_right(config.levels_slot_s, attained)
+    if level <= config.above_lifted or (left := _part_left(cluster, run, now, policy)) == 1.0:
+        return level
+    return max(bisect_right(config.levels_slot_s, attained * left), config.above_lifted) if left else _lifted(policy)
+
+
+def _service_slot_s(cluster: Cluster, run: Run, now: datetime) -> float:
+    """Return the slot-seconds that the run has had, or those of the runs that were submitted with it."""
+    return max(run.attained_slot_s(now), cluster.arrays.served_slot_s(run.array_id))
+
+
+def _waited_s(cluster: Cluster, run: Run, now: datetime) -> float:
+    """Return how long the run has waited, without the time in which runs that were submitted with it had its slots."""
+    others_slot_s = max(cluster.arrays.served_slot_s(run.array_id) - run.served_slot_s, 0.0)
+    return run.waited_s(now) - others_slot_s / max(run.spec.slots.min, 1)
+
+
+def _lifted(policy: Policy) -> float:
+    """Return the key of a run that has reached its wait limit: before all levels but the first ones."""
+    return policy.order.attained.above_lifted - 0.5
+
+
+def _part_left(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """Return which part of what the run has attained counts, after so long a wait."""
+    limit_s = _lift_limit_s(cluster, run, policy)
+    return (
+        even_wait.part_left(_waited_s(cluster, run, now), limit_s, policy.order.even_wait)
+        if limit_s < math.inf
+        else 1.0
+    )
+
+
+def _lift_limit_s(cluster: Cluster, run: Run, policy: Policy) -> float:
+    """Return the longest wait in strict order of submission, rounded up; at least the policy's; inf: no limit."""
+    least_s = policy.order.attained.lift_after_s
+    if least_s is None:
+        return math.inf
+    longest_s = cluster.fifo_waits.longest_s(run.demand.accelerators, run.spec.priority)
+    return max(_lift_steps(longest_s, least_s) * LIFT_STEP * least_s, least_s)
+
+
+def _lift_steps(longest_s: float, least_s: float) -> int:
+    return math.ceil(longest_s / (LIFT_STEP * least_s))
 
 
 def _predicted(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     return run.predicted_s
 
 
-def _attained_changes_at(run: Run, now: datetime, policy: Policy) -> float:
-    """When a waiting run is lifted, in seconds since the epoch."""
-    config = policy.order.attained
-    if config.lift_after_s is None:
+def _attained_changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """When a waiting run goes up a level by its wait, in seconds since the epoch."""
+    config, attained = policy.order.attained, _service_slot_s(cluster, run, now)
+    limit_s, waited_s = _lift_limit_s(cluster, run, policy), _waited_s(cluster, run, now)
+    level = _attained(cluster, run, now, policy)
+    if limit_s == math.inf or level == _lifted(policy) or attained < _top(config):
         return math.inf
-    left_s = config.lift_after_s - run.waited_s(now)
-    return now.timestamp() + left_s if left_s > 0 else math.inf
+    # The part of what it has attained at which it goes up; the last step is at the limit.
+    part = config.levels_slot_s[int(level) - 1] / attained if level > config.above_lifted else 0.0
+    from_part = policy.order.even_wait.from_part
+    due_s = limit_s * (from_part + (1 - from_part) * (1 - part))
+    return now.timestamp() + max(due_s - waited_s, 0.0) + AFTER_S
+
+
+def _top(config: LeastAttained) -> float:
+    """Return the slot-seconds below which the wait makes no difference."""
+    levels = (0.0, *config.levels_slot_s)
+    return levels[config.above_lifted + 1] if config.above_lifted + 1 < len(levels) else math.inf
+
+
+def _attained_for_more(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """Return the slot-seconds at which a run with slots goes down a level."""
+    config, attained = policy.order.attained, _service_slot_s(cluster, run, now)
+    left = _part_left(cluster, run, now, policy) if attained >= _top(config) else 1.0
+    return (
+        next((level / left for level in config.levels_slot_s if level > attained * left), math.inf)
+        if left
+        else math.inf
+    )
 
 
 #: The keys, by name. ``fair-share`` is none of them: it orders groups, see ``iterate``.
@@ -95,7 +158,26 @@ def holder_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tup
 
 def wait_limits(cluster: Cluster, policy: Policy) -> Hashable:
     """Return the longest waits that keys depend on."""
-    return even_wait.limits(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else None
+    least_s, waits = policy.order.attained.lift_after_s, cluster.fifo_waits.longest_waits()
+    return (
+        frozenset((*which, _lift_steps(longest_s, least_s)) for *which, longest_s in waits)
+        if has_lift(policy) and least_s is not None
+        else None,
+        even_wait.limits(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else None,
+    )
+
+
+def has_lift(policy: Policy) -> bool:
+    """Whether least attained service has a wait limit."""
+    return "least-attained" in policy.order.by and policy.order.attained.lift_after_s is not None
+
+
+def wait_limit_s(cluster: Cluster, run: Run, policy: Policy) -> float:
+    """Return after how long a wait the run goes before all but the short ones; inf: the policy has no such limit."""
+    limit_s = _lift_limit_s(cluster, run, policy) if "least-attained" in policy.order.by else math.inf
+    if "even-wait" in policy.order.by:
+        limit_s = min(limit_s, even_wait.limit_s(cluster, run, policy.order.even_wait))
+    return limit_s
 
 
 def current_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
@@ -113,7 +195,7 @@ def promoted_at_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> 
     """When the key of a run that waits changes by the clock alone, in seconds since the epoch; inf: never."""
     found = math.inf
     if "least-attained" in policy.order.by:
-        found = _attained_changes_at(run, now, policy)
+        found = _attained_changes_at(cluster, run, now, policy)
     if "even-wait" in policy.order.by:
         found = min(found, even_wait.changes_at(cluster, run, now, policy))
     return found
@@ -123,7 +205,7 @@ def demoted_at_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> f
     """When a run that has slots comes to stand worse by what it attains, in seconds since the epoch; inf: never."""
     attained, above = run.attained_slot_s(now), math.inf
     if "least-attained" in policy.order.by:
-        above = next((level for level in policy.order.attained.levels_slot_s if level > attained), math.inf)
+        above = _attained_for_more(cluster, run, now, policy)
     if "even-wait" in policy.order.by:
         above = min(above, even_wait.attained_for_more(cluster, run, now, policy))
     return now.timestamp() + max(above - attained, 0.0) / max(run.slot_count, 1) + AFTER_S
@@ -153,6 +235,7 @@ def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
         index.digest, index.wait_limits, index.queue = policy.digest, limits, RunQueue()
         index.sizes.clear()
         index.sized.clear()
+        index.overdue.clear()
         changed = list(cluster.queued)
         index.touched.clear()
     else:
@@ -174,6 +257,7 @@ def _update_allocation(cluster: Cluster, run_id: str) -> None:
 def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
     """Insert the run into the queue, or remove it."""
     index.uncount(run_id)
+    index.overdue.discard(run_id)
     if run_id not in cluster.queued:
         index.queue.remove(run_id)
         index.without_accelerator.discard(run_id)
@@ -183,6 +267,8 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
         index.without_accelerator.add(run_id)
     index.count(run_id, (resource_request_of(cluster, run), run.least))
     index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
+    if has_lift(policy) and _attained(cluster, run, now, policy) == _lifted(policy):
+        index.overdue.add(run_id)
     if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
         index.alarm(at_s, run_id)
 

@@ -12,7 +12,9 @@ from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
+from services.scheduler.core.state.arrays import RunArrays
 from services.scheduler.core.state.durations import History, RunKind
+from services.scheduler.core.state.fifo_waits import FifoWaits
 from services.scheduler.core.state.index import Index
 from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
@@ -121,6 +123,8 @@ class Run:
     run_s: float = 0.0
     #: Slot-seconds that it has had in parts that are over.
     served_slot_s: float = 0.0
+    #: The first run of those that were submitted in one go.
+    array_id: str = ""
     #: Its promised start, for the next generation.
     reserved: RunReserved | None = None
     #: Those of them that were no fault of the run; and how often in a row each node, by its
@@ -361,6 +365,10 @@ class Cluster:
     workload: Workload = field(default_factory=Workload)
     #: How long those waited that have got slots.
     waits: History = field(default_factory=History)
+    #: Runs that were submitted in one go.
+    arrays: RunArrays = field(default_factory=RunArrays)
+    #: How long they would wait in strict order of submission.
+    fifo_waits: FifoWaits = field(default_factory=FifoWaits)
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
     sequence: int = 0
     placed_sequence: int = 0

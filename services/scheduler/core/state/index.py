@@ -67,6 +67,8 @@ class Index:
     forgotten: int = 0
     #: Queued runs without a current explanation of their wait.
     unexplained: dict[str, None] = field(default_factory=dict)
+    #: Queued runs that have reached their wait limit.
+    overdue: set[str] = field(default_factory=set)
     #: Queued runs that need no accelerator.
     without_accelerator: set[str] = field(default_factory=set)
     #: How many queued runs have the same request and least number of slots; and what each run is counted as.

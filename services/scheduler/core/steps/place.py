@@ -14,7 +14,7 @@ from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.steps.lend import IdleLoans
 from services.scheduler.core.steps.nominate import is_hopeless, is_known_misfit, maintenance_reason, rule_out
 from services.scheduler.core.steps.order import queued_runs
-from services.scheduler.core.steps.reserve import Reservations, reserve_or_explain
+from services.scheduler.core.steps.reserve import Reservations, reserve_or_explain, reserves_slots
 
 #: After how many runs that do not fit it is asked whether any other can.
 MAX_EXAMINED_RUNS = 200
@@ -30,7 +30,7 @@ class PlacementStep:
         policy = cycle.policy
         #: Slots kept for runs that wait, where others may go ahead of them.
         self.reservations = (
-            Reservations(cycle.cluster, cycle.now, policy, cycle.placer) if policy.reserve.backfill != "none" else None
+            Reservations(cycle.cluster, cycle.now, policy, cycle.placer) if reserves_slots(cycle) else None
         )
         #: Node -> the first run that waits for it, where no run may overtake.
         self._closed: dict[str, str] = {}

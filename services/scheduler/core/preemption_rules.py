@@ -15,7 +15,7 @@ from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.quota.entitlements import held
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.index import Key, RunCache
 
 
 class PreemptionRule(NamedTuple):
@@ -43,6 +43,13 @@ class AllocatedRun:
         return max(self.slots - self.run.spec.slots.min, 0)
 
 
+class AllocatedRuns(RunCache[AllocatedRun]):
+    """Allocated runs as of the last cycle."""
+
+    #: What all of them follow from, beside the facts about the run itself.
+    state: Hashable = None
+
+
 def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[AllocatedRun]:
     """Return every run with slots on schedulable nodes; those without a new fact are known from the last cycle."""
     index = cluster.index
@@ -53,19 +60,21 @@ def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[Allo
         index.nodes_version,
         None if queue.has_stable_keys(policy) else now,
     )
-    if index.allocated_runs_state != state:
-        index.allocated_runs, index.allocated_runs_state = {}, state
+    known = index.find_cache(AllocatedRuns)
+    if known.state != state:
+        known.clear()
+        known.state = state
     # A key changes a little before it has changed for sure.
     soon_s = now.timestamp() + 2 * queue.AFTER_S
     closed = {node.node_id for node in cluster.nodes.values() if not node.is_schedulable}
     found = []
     for run_id in cluster.active:
-        each: AllocatedRun | None = index.allocated_runs.get(run_id)
+        each = known.get(run_id)
         if each is None or each.until_s <= soon_s:
             each = _allocated_run(cluster, cluster.runs[run_id], now, policy, closed)
             if each is None:
                 continue
-            index.allocated_runs[run_id] = each
+            known[run_id] = each
         found.append(each)
     return found
 

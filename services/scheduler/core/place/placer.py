@@ -387,15 +387,15 @@ def _trait(node: Node, trait: str) -> str:
 def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
     """Return the scores for the workload and the nodes as they are by now."""
     index, typical = cluster.index, cluster.workload.typical
-    scores: FragmentationScores | None = index.fragmentation_scores
+    scores = index.find_cache(FragmentationScores)
     memory = index.memory()
-    if scores is None or scores.typical is not typical or "rarity" not in memory:
+    if scores.typical is not typical or "rarity" not in memory:
         slots: Counter[str] = Counter()
         for node in cluster.nodes.values():
             slots[node.accelerator] += node.slots if node.is_schedulable else 0
         rarity = memory["rarity"] = rarity_of(typical, slots)
-        if scores is None or scores.typical is not typical or scores.rarity != rarity:
-            scores = index.fragmentation_scores = FragmentationScores(typical, rarity)
+        if scores.typical is not typical or scores.rarity != rarity:
+            scores = index.caches[FragmentationScores] = FragmentationScores(typical, rarity)
     return scores
 
 

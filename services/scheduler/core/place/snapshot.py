@@ -123,6 +123,10 @@ class NodeCapacity:
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
 
+class NodeCapacities(dict[str, NodeCapacity]):
+    """What is free on each node, as of the last cycle in which it changed."""
+
+
 class FreeSlotIndex:
     """Rooms by how many whole slots they have, so that the best one is found without a look at all of them."""
 
@@ -188,7 +192,7 @@ class ClusterSnapshot:
     @classmethod
     def free(cls, cluster: Cluster) -> ClusterSnapshot:
         """Return the snapshot of the present."""
-        known, capacities = cluster.index.nodes, {}
+        known, capacities = cluster.index.find_cache(NodeCapacities), {}
         for node_id, node in cluster.nodes.items():
             if node.is_schedulable:
                 capacity = known.get(node_id)

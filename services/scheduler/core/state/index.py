@@ -11,10 +11,18 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 #: The key by which runs are ordered; smaller goes first.
 Key = tuple[float, ...]
+
+
+Cache = TypeVar("Cache")
+Value = TypeVar("Value")
+
+
+class RunCache(dict[str, Value]):
+    """What is known of runs that have slots. The entry of a run goes when its allocation changes."""
 
 
 @dataclass(slots=True)
@@ -50,12 +58,8 @@ class Index:
     #: The longest waits that it was ordered by; and those of the runs that have slots, at a sequence.
     wait_limits: Hashable = None
     longest_waits: tuple[int, dict[Any, float]] | None = None
-    #: Runs that have slots -> ``preemption_rules.AllocatedRun``; and what all of these follow from beside the facts
-    #: about the run itself.
-    allocated_runs: dict[str, Any] = field(default_factory=dict)
-    allocated_runs_state: Any = None
-    #: Searches that found no victims, and until when that holds (``steps.preempt.FailedSearches``).
-    failed_searches: Any = None
+    #: Caches of the steps, each by its class (``find_cache``).
+    caches: dict[type[object], object] = field(default_factory=dict)
     #: Runs with facts since the last cycle.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs that the next cycle must settle.
@@ -78,16 +82,12 @@ class Index:
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
     stopping: set[str] = field(default_factory=set)
-    #: What is free on each node, as of the last cycle in which it changed (``place.snapshot.NodeCapacity``).
-    nodes: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs with the same request.
     request: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
     nodes_version: int = 0
     remembered_version: int = -1
     remembered: dict[Any, Any] = field(default_factory=dict)
-    #: What placement by fragmentation caches of nodes and of the workload (see there).
-    fragmentation_scores: Any = None
     #: The allocated runs, in order, as of this sequence.
     holders: list[str] = field(default_factory=list)
     holders_at: int = -1
@@ -101,6 +101,7 @@ class Index:
             value = getattr(self, each.name)
             if isinstance(value, dict | list | set):
                 setattr(forked, each.name, value.copy())
+        forked.caches = {kind: copy.copy(cache) for kind, cache in self.caches.items()}
         forked.queue = RunQueue(
             {group: entries.copy() for group, entries in self.queue.groups.items()}, self.queue.places.copy()
         )
@@ -108,6 +109,13 @@ class Index:
             nothing.clear()
         forked.nodes_changed = False
         return forked
+
+    def find_cache(self, kind: type[Cache]) -> Cache:
+        """Return the cache of this class, which is empty at first."""
+        cache = self.caches.get(kind)
+        if not isinstance(cache, kind):
+            cache = self.caches[kind] = kind()
+        return cache
 
     def touch(self, run_id: str) -> None:
         """Note a fact about the run."""
@@ -128,7 +136,9 @@ class Index:
 
     def update_allocation(self, run_id: str, priority: int | None, *, stopping: bool) -> None:
         """Note that the run has slots and this priority; None: it has no slots."""
-        self.allocated_runs.pop(run_id, None)
+        for cache in self.caches.values():
+            if isinstance(cache, RunCache):
+                cache.pop(run_id, None)
         known = self.priority.pop(run_id, None)
         if known is not None:
             self.priorities[known] -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,15 @@ class _Turn(NamedTuple):
     is_blocked: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SavedSearches:
+    """Searches that failed in an earlier cycle, the state that they depend on, and until when they fail."""
+
+    state: tuple[Hashable, ...] | None = None
+    until_s: float = 0.0
+    known: dict[tuple[ResourceRequest, Hashable], int] = field(default_factory=dict)
+
+
 class FailedSearches:
     """Searches for victims that found none, remembered until what they depend on changes.
 
@@ -82,10 +91,9 @@ class FailedSearches:
             versions = sum(node.version for node in cycle.cluster.nodes.values())
             limits = queue.wait_limits(cycle.cluster, policy)
             self._state = (index.nodes_version, versions, frozenset(index.stopping), policy.digest, limits)
-            if index.failed_searches is not None:
-                state, until_s, known = index.failed_searches
-                if state == self._state and cycle.now_s + 2 * queue.AFTER_S < until_s:
-                    self.known, self.until_s = dict(known), until_s
+            saved = index.find_cache(SavedSearches)
+            if saved.state == self._state and cycle.now_s + 2 * queue.AFTER_S < saved.until_s:
+                self.known, self.until_s = dict(saved.known), saved.until_s
 
     def holds_for_all(self) -> bool:
         """Whether no run that waits need be searched for."""
@@ -117,7 +125,7 @@ class FailedSearches:
     def save(self, until_s: float) -> None:
         """Save the failed searches for later cycles, if this one preempted no run."""
         index = self.cycle.cluster.index
-        index.failed_searches = (self._state, until_s, self.known) if self._state is not None else None
+        index.caches[SavedSearches] = SavedSearches(self._state, until_s, self.known)
 
 
 class Preemption:

@@ -32,7 +32,9 @@ class LeastAttained(SpecPart):
 
     #: Slot-seconds at which a run goes down one level.
     levels_slot_s: tuple[float, ...] = (3_600.0, 36_000.0, 360_000.0)
-    #: A run that has waited for so long, all in all, is lifted above all levels but the first ``above_lifted``.
+    #: The wait limit: the longest wait that strict order of submission would give of late in the run's pool and
+    #: priority, and at least this. From ``even_wait.from_part`` of it on, what a run has attained counts less; at the
+    #: limit the run goes above all levels but the first ``above_lifted``. None: no limit.
     lift_after_s: float | None = Field(None, gt=0)
     above_lifted: int = Field(0, ge=0)
 

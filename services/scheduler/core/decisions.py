@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Literal, NamedTuple
 
@@ -189,19 +189,22 @@ def decision_record(
     )
 
 
+FACTS_WITH_THE_SAME_FIELDS: dict[type[Decision], type[RunFact]] = {
+    QueueRun: RunQueued,
+    FailRun: RunFailed,
+    CancelRun: RunCancelled,
+    ReserveRun: RunReserved,
+}
+
+
 def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord | None = None) -> RunFact:
     """The fact that this decision, made from ``cluster`` at ``now``, is published as."""
     run_id = decision.run_id
     made = made or DecisionRecord(at_sequence=cluster.sequence, at=now)
     match decision:
-        case QueueRun():
-            return RunQueued(
-                run_id=run_id,
-                next_generation=decision.next_generation,
-                reason=decision.reason,
-                failures=decision.failures,
-                decision=made,
-            )
+        case QueueRun() | FailRun() | CancelRun() | ReserveRun():
+            same = {each.name: getattr(decision, each.name) for each in fields(decision)}
+            return FACTS_WITH_THE_SAME_FIELDS[type(decision)](**same, decision=made)
         case PlaceRun():
             known = cluster.runs[run_id]
             return RunPlaced(
@@ -242,16 +245,6 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
                 artifacts=decision.artifacts,
                 decision=made,
             )
-        case FailRun():
-            return RunFailed(
-                run_id=run_id,
-                generation=decision.generation,
-                reason=decision.reason,
-                log_tail=decision.log_tail,
-                decision=made,
-            )
-        case CancelRun():
-            return RunCancelled(run_id=run_id, reason=decision.reason, decision=made)
         case ExplainRun():
             return RunWaiting(
                 run_id=run_id,
@@ -259,14 +252,6 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
                 code=decision.code,
                 message=decision.message,
                 decided_at_sequence=cluster.sequence,
-                decision=made,
-            )
-        case ReserveRun():
-            return RunReserved(
-                run_id=run_id,
-                next_generation=decision.next_generation,
-                start_by=decision.start_by,
-                node_ids=decision.node_ids,
                 decision=made,
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster, Node, Run
@@ -31,16 +31,7 @@ class ResourceRequest:
     hashed: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        traits = (
-            self.demand,
-            self.clusters,
-            self.capacity,
-            self.tier,
-            self.machine,
-            self.bound,
-            self.topology,
-            self.strict,
-        )
+        traits = tuple(getattr(self, each.name) for each in fields(self) if each.compare)
         object.__setattr__(self, "hashed", hash(traits))
 
     def __hash__(self) -> int:

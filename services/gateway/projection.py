@@ -19,9 +19,9 @@ from contracts import topology
 from contracts.base import Event, run_id_for
 from contracts.events import BY_TYPE
 from contracts.events.run import RunProgress, RunStarted
+from contracts.texts import describe
 from services.gateway import metrics
 from services.gateway import store as tables
-from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
 from services.gateway.store import EVENTS, ProjectionMoved, Store, is_about_values

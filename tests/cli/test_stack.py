@@ -202,7 +202,7 @@ def test_submit_follows_a_command_to_its_end(up: Up, tmp_path: Path) -> None:
     assert "hello from the run" in up.cli("logs", "good").stdout
     shown = up.cli("show", runs["good"]["run_id"][:8])
     assert shown.returncode == 0
-    assert "placed (generation 1) on 1 slots: node-0" in shown.stdout
+    assert "placed on 1 slot of node-0" in shown.stdout
     why = up.cli("why", "bad").stdout
     assert "(bad) failed: failed after 3 attempts" in why
     assert "ended with exit code 7" in why

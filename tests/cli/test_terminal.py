@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from contracts.events.run import RunAccepted, RunCancelled, RunFailed
+from contracts.events.run import RunAccepted, RunFailed
 from contracts.spec.run import RunSpec
 from trainbus.client.errors import UsageError
-from trainbus.client.views import describe, fold_facts
+from trainbus.client.views import fold_facts
 from trainbus.commands import main, render, run_tables
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -45,10 +45,6 @@ def test_a_run_of_a_hostile_name() -> None:
     )
     assert not set(text) & set("\x1b\x07\r\x9b\u202e")
     assert "[bold red]mark[/nope]" in text
-
-
-def test_a_fact_is_one_line() -> None:
-    assert describe(RunCancelled(run_id="r1", reason="one\n12:00 run r2 completed")).count("\n") == 0
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,14 @@ from contracts.events.run import (
     RunPreempting,
     RunPrepared,
     RunProgress,
-    RunQueued,
     RunRejected,
     RunReleased,
     RunStarted,
     RunWaiting,
 )
-from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.events.train import RestoreRequested
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
-from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, Rows, apply, apply_progress, finite, survives
 from services.gateway.queries import thin
 from tests.gateway.conftest import REQUEST, RUN, SPEC, life, placed, progress, ref
@@ -307,15 +305,3 @@ def test_thinned_curves_are_bounded_and_keep_the_newest(count: int, max_points: 
     assert len(thinned) <= max_points
     assert thinned[-1] == points[-1]
     assert thinned == sorted(thinned)
-
-
-def test_every_fact_has_a_line() -> None:
-    lines = [describe(event) for event in [*FACTS, REJECTED, PREPARED]]
-    assert all(lines), lines
-    assert "slots: too many" in lines
-    assert isinstance(REQUEST, TrainRequested)
-    started = RunStarted(run_id=RUN, generation=1, node_id="n1", step=3, samples_consumed=192)
-    init = ref(20)
-    assert describe(placed(1, "n1").model_copy(update={"init": init})).endswith(f", with the weights of {init.uri}")
-    assert describe(started) == "n1 trains from step 3, sample 192"
-    assert "preempted" in describe(RunQueued(run_id=RUN, next_generation=2, reason="preempted"))

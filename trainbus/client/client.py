@@ -24,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from contracts import subjects, topology
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested
+from contracts.texts import describe
 from trainbus.client import checkpoints, explanation, runs
 from trainbus.client.address import StackAddress, find_address
 from trainbus.client.checkpoints import FetchedCheckpoint, StoredCheckpoint
@@ -35,7 +36,7 @@ from trainbus.client.package import pack_project
 from trainbus.client.runs import MetricPoint
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
 from trainbus.client.submit_options import SubmitOptions
-from trainbus.client.views import ModelView, NodeView, RunView, describe
+from trainbus.client.views import ModelView, NodeView, RunView
 from trainbus.datasets.history import DatasetRecord
 
 T = TypeVar("T")

@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 from contracts import subjects, topology
 from contracts.base import Request, run_id_for
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
+from contracts.texts import describe
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import StackUnreachableError
 from trainbus.client.nats_import import aiohttp_hidden
-from trainbus.client.views import describe
 
 with aiohttp_hidden():
     import nats.errors

@@ -12,10 +12,11 @@ from datetime import datetime
 from typing import Any
 
 from contracts import exactness
-from contracts.events import capacity, checkpoint, dataset, model, node, run, study
+from contracts.events import checkpoint, dataset, model, node, run
 from contracts.spec.run import RunSpec
 from contracts.state.node import GONE_STATES, incarnations_before, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
+from contracts.texts import describe, format_problems
 
 
 @dataclass(slots=True)
@@ -165,8 +166,8 @@ class StackView:
                 change(view, event)
             if view.ended and before not in TERMINAL_STATES:
                 view.ended_at = time
-            if text := describe(event):
-                view.timeline.append(TimelineEntry(sequence, time, event.fact, text))
+            if not isinstance(event, checkpoint.CheckpointStaged):
+                view.timeline.append(TimelineEntry(sequence, time, event.fact, describe(event)))
             if counts:
                 self._occupy(event)
             if isinstance(event, run.RunPrepared) and event.run_id in self.datasets:
@@ -287,7 +288,7 @@ def _apply_accepted(view: RunView, event: run.RunAccepted) -> None:
 
 def _apply_rejected(view: RunView, event: run.RunRejected) -> None:
     view.name = event.name or view.name
-    view.reason = "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in event.problems) or event.reason
+    view.reason = format_problems(event)
 
 
 def _apply_queued(view: RunView, event: run.RunQueued) -> None:
@@ -364,115 +365,4 @@ _RUN: dict[type[Any], Callable[[RunView, Any], object]] = {
     run.RunEvaluated: _apply_evaluated,
     run.RunPromoted: _apply_promoted,
     run.RunNotPromoted: _apply_not_promoted,
-}
-
-
-# -- one line about each fact -------------------------------------------------
-
-
-def describe(event: Any) -> str:
-    """Return one line about a fact, '' for a fact that is not worth a line."""
-    text = _TEXT.get(type(event))
-    if text is None:
-        return str(event.type.removeprefix("trainbus."))
-    return " ".join(text(event).splitlines())
-
-
-def describe_milestone(event: Any) -> str:
-    """Return the line about a fact for a follower of its run: '' for a deletion, which comes with every commit."""
-    return "" if isinstance(event, checkpoint.CheckpointDeleted) else describe(event)
-
-
-def _placement(event: run.RunPlaced) -> str:
-    where = ", ".join(f"{member.node_id}×{len(member.ranks)}" for member in event.members)
-    start = f" from step {event.resume.step}" if event.resume else ""
-    start += f" with the weights of {event.init.uri}" if event.init else ""
-    return f"placed (generation {event.generation}) on {event.world_size} slots: {where}{start}"
-
-
-def _exited(event: run.RunExited) -> str:
-    if event.outcome == "succeeded":
-        return f"ranks on {event.node_id} are done at step {event.step}"
-    whose = "" if event.rank is None else f" (rank {event.rank})"
-    return f"ranks on {event.node_id} failed{whose}: {event.reason or f'exit code {event.exit_code}'}"
-
-
-def _ingested(event: dataset.DatasetIngested) -> str:
-    bad = sum(kind.count for kind in event.quarantined)
-    kinds = ", ".join(f"{kind.count} {kind.code}" for kind in event.quarantined)
-    return f"ingested {event.accepted:,} records" + (f", {bad} in quarantine ({kinds})" if bad else "")
-
-
-def numbers(values: dict[str, float]) -> str:
-    """Metric values, the few significant digits of each."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
-
-
-_TEXT: dict[type[Any], Callable[[Any], str]] = {
-    run.RunAccepted: lambda e: (
-        f"accepted as {e.spec.name!r}" + (f", from a checkpoint of {e.parent_run_id}" if e.parent_run_id else "")
-    ),
-    run.RunRejected: lambda e: f"rejected: {e.reason}",
-    run.RunPrepared: lambda e: f"data ready: dataset {e.dataset_id[:12]}, {e.train_samples:,} training samples",
-    run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
-    run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
-    run.RunWaiting: lambda e: f"waits: {e.message}",
-    run.RunReserved: lambda e: f"is promised to start by {e.start_by:%Y-%m-%d %H:%M:%S} on {len(e.node_ids)} nodes",
-    run.RunPlaced: _placement,
-    run.RunStarted: lambda e: (
-        f"trains on {e.node_id} from step {e.step}" + (", out of memory" if e.resumed_from == "memory" else "")
-    ),
-    run.RunStalled: lambda e: (
-        f"rank {e.rank} on {e.node_id} has made no step for {e.silent_s:.3g} s after step {e.step} "
-        f"(median {e.median_step_s:.3g} s a step; {e.on_stall})"
-    ),
-    run.RunStraggler: lambda e: (
-        f"rank {e.rank} on {e.node_id} takes {e.factor:.2f} times the others' time for its steps"
-    ),
-    run.RunStarved: lambda e: (
-        f"rank {e.rank} on {e.node_id} waits for data {e.wait_share:.0%} of its time ({e.bound_by}): {e.hint}"
-    ),
-    run.RunPreempting: lambda e: f"asked to release its slots within {e.grace_s:g} s: {e.reason}",
-    run.RunReleased: lambda e: f"released {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
-    run.RunExited: _exited,
-    run.RunCompleted: lambda e: "completed" + (f": {numbers(e.metrics)}" if e.metrics else ""),
-    run.RunFailed: lambda e: f"failed: {e.reason}",
-    run.RunCancelling: lambda e: f"is to be cancelled: {e.reason}",
-    run.RunCancelled: lambda e: f"cancelled: {e.reason}",
-    run.RunTracked: lambda e: f"tracked in MLflow as {e.mlflow_run_id[:8]}",
-    run.RunEvaluated: lambda e: f"evaluated: {numbers(e.metrics)}",
-    run.RunPromoted: lambda e: f"promoted: {e.model} v{e.version}, {e.reason}",
-    run.RunNotPromoted: lambda e: f"not promoted: {e.reason}",
-    checkpoint.CheckpointStaged: lambda e: "",
-    checkpoint.CheckpointCommitted: lambda e: (
-        f"checkpoint committed at step {e.checkpoint.step}"
-        + (f", state {e.state_digest[:12]}" if e.state_digest and e.exactness == "exact" else "")
-    ),
-    checkpoint.CheckpointRefused: lambda e: f"checkpoint of step {e.step} refused: {e.reason}",
-    checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
-    checkpoint.CheckpointPinned: lambda e: (
-        f"checkpoint of step {e.step} {'pinned' if e.pinned else 'no longer pinned'}"
-        + (f": {e.reason}" if e.reason else "")
-    ),
-    checkpoint.CheckpointRotten: lambda e: f"checkpoint of step {e.step} is rotten: {len(e.blobs)} blobs are damaged",
-    checkpoint.CheckpointRepaired: lambda e: f"a blob of the checkpoint of step {e.step} repaired by {e.node_id}",
-    dataset.DatasetIngested: _ingested,
-    dataset.DatasetIngestFailed: lambda e: f"ingestion failed: {e.reason}",
-    dataset.DatasetShardFailed: lambda e: f"sharding failed: {e.reason}",
-    dataset.DatasetSharded: lambda e: f"sharded: {e.row_count:,} samples in {e.shard_count} shards",
-    model.ModelPromoted: lambda e: f"champion v{e.version} is {e.run_id}" + (" (rolled back)" if e.rollback else ""),
-    node.NodeJoined: lambda e: f"joined with {e.slots} {e.accelerator} slots",
-    node.NodeLeft: lambda e: f"left {e.reason}".rstrip(),
-    node.NodeLost: lambda e: f"lost: {e.reason}",
-    node.NodeDraining: lambda e: f"draining: {e.reason}",
-    node.NodeNotice: lambda e: (
-        "is taken away"
-        + (f" within {e.grace_s:g} s" if e.grace_s is not None else "")
-        + f" ({e.source}: {e.kind})"
-        + (f": {e.detail}" if e.detail else "")
-    ),
-    node.NodeUnfit: lambda e: f"unfit: {e.reason}",
-    study.StudyRejected: lambda e: f"rejected: {e.reason}",
-    capacity.CapacityWanted: lambda e: f"{e.nodes} nodes of pool {e.pool} are wanted: {e.reason}",
-    capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) decides from now on",
 }

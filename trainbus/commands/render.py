@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape as _escape_markup
 from rich.table import Table
 
+from contracts.texts import format_bytes, format_metrics
+
 STATE_STYLE = {
     "completed": "green",
     "running": "bold cyan",
@@ -37,6 +39,7 @@ STATE_STYLE = {
 UNBROKEN = ("run", "state", "metric", "verdict", "node", "dataset", "manifest")
 #: Width where there is no terminal: long lines are better than wrapped ones.
 PLAIN_WIDTH = 160
+size = format_bytes
 #: Control characters and text-direction marks -> how they are shown.
 _CONTROL_CHARACTERS = {
     code: chr(code).encode("unicode_escape").decode()
@@ -96,15 +99,6 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def size(count: float) -> str:
-    """Return bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
@@ -129,7 +123,7 @@ def print_moment(time: datetime, text: str) -> None:
 
 
 def numbers(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{escape(name)} {value:.4g}" for name, value in sorted(values.items()))
+    return escape(format_metrics(values))
 
 
 def utc_now() -> datetime:

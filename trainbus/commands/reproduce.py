@@ -15,6 +15,7 @@ from rich.table import Table
 from contracts import exactness, subjects, topology
 from contracts.events.train import CancelRequested
 from contracts.state.run import TERMINAL_STATES
+from contracts.texts import describe_milestone
 from services.checkpoint.core import digests
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, read_digests_of
@@ -30,7 +31,7 @@ from trainbus.client.reproduction import (
     plan_reproduction,
 )
 from trainbus.client.runs import read_end
-from trainbus.client.views import RunView, StackView, describe_milestone
+from trainbus.client.views import RunView, StackView
 from trainbus.commands import render
 
 #: Exit codes; 2 is a run that cannot be reproduced.

@@ -79,8 +79,9 @@ async def _print_until_ended(client: AsyncClient, run_id: str) -> None:
     Raises:
         RunFailedError: it did not complete.
     """
+    from contracts.texts import describe_milestone
     from trainbus.client.runs import follow_run
-    from trainbus.client.views import RunView, describe_milestone
+    from trainbus.client.views import RunView
 
     view = RunView(run_id)
     async for newest, batch in follow_run(client.connection, run_id):
@@ -187,8 +188,8 @@ async def logs(
     """Print a run's output."""
     from contracts import subjects, topology
     from contracts.events.run import RunCompleted
+    from contracts.texts import describe
     from trainbus.client.runs import read_end
-    from trainbus.client.views import describe
 
     run_id = await client.find_run(name)
     placed = await client.connection.read_last(topology.FACTS, subjects.fact("run", run_id, "placed"))

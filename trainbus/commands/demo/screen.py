@@ -17,7 +17,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from trainbus.client.views import RunView, StackView, describe
+from contracts.texts import describe
+from trainbus.client.views import RunView, StackView
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
@@ -105,10 +106,10 @@ class Screen:
 
     def on_event(self, message: StoredEvent) -> None:
         """Show an event that the view has folded."""
-        if message.event.fact in HIDDEN_FACTS or not (text := describe(message.event)):
+        if message.event.fact in HIDDEN_FACTS:
             return
         about = self._about(message)
-        self.ticker.append(f"[dim]{self._elapsed():>7}[/]  {about} {escape(text)}")
+        self.ticker.append(f"[dim]{self._elapsed():>7}[/]  {about} {escape(describe(message.event))}")
         if self.live is None:
             self.console.print(self.ticker[-1], soft_wrap=True)
 

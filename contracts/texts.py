@@ -1,0 +1,264 @@
+"""Every sentence about a fact, in one table: the command line, the client and the page show these.
+
+A sentence is about the run, node, dataset or model of the fact and does not name it. It is one line and stands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from contracts.base import Event
+from contracts.events import capacity, checkpoint, dataset, model, node, run, study
+
+#: Metrics that a sentence names.
+MAX_NAMED_METRICS = 4
+#: The reasons of requests that gave none: a sentence does not repeat them.
+DEFAULT_REASONS = frozenset({"cancelled by request", "drained by request", "pinned by request", "promoted by request"})
+#: Facts that come with every checkpoint: who follows a run does not see them.
+ROUTINE_FACTS: tuple[type[Event], ...] = (checkpoint.CheckpointStaged, checkpoint.CheckpointDeleted)
+#: What follows once a rank has stalled, by ``on_stall``.
+STALL_ACTIONS = {
+    "observe": "the run goes on",
+    "restart": "the run restarts",
+    "exclude": "the run restarts without this node",
+}
+
+
+def describe(event: Any) -> str:
+    """Return one line about a fact."""
+    text = SENTENCES.get(type(event))
+    if text is None:
+        return str(event.type.removeprefix("trainbus."))
+    return " ".join(text(event).splitlines())
+
+
+def describe_milestone(event: Any) -> str:
+    """Return one line about a fact for a follower of its run, '' for a fact that comes with every checkpoint."""
+    return "" if isinstance(event, ROUTINE_FACTS) else describe(event)
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """Return a count with its noun: ``1 slot``, ``2 slots``, ``1,024 slots``."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def format_metrics(values: Mapping[str, float], limit: int | None = None) -> str:
+    """Return metric values in four significant digits: ``accuracy 0.9712, loss 0.08321``."""
+    shown = [f"{name} {value:.4g}" for name, value in sorted(values.items())[:limit]]
+    return ", ".join(shown) + (" ..." if limit is not None and len(values) > limit else "")
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes in binary units: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_problems(fact: run.RunRejected) -> str:
+    """Return what is wrong with a request, each problem with its field."""
+    return "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in fact.problems) or fact.reason
+
+
+def format_members(members: Iterable[run.Member]) -> str:
+    """Return where a placement is: `` of node-0``, or ``: node-0 (4), node-1 (2)`` with the slots of each node."""
+    members = tuple(members)
+    if len(members) == 1:
+        return f" of {members[0].node_id}"
+    return ": " + ", ".join(f"{each.node_id} ({len(each.slots)})" for each in members)
+
+
+def format_reason(reason: str) -> str:
+    """Return a reason as the end of a sentence, '' for one that says nothing."""
+    return f": {reason}" if reason and reason not in DEFAULT_REASONS else ""
+
+
+def _accepted(fact: run.RunAccepted) -> str:
+    slots = fact.spec.slots
+    wanted = plural(slots.min, "slot") if slots.min == slots.max else f"{slots.min} to {plural(slots.max, 'slot')}"
+    parent = f", from a checkpoint of {fact.parent_run_id}" if fact.parent_run_id else ""
+    priority = f", priority {fact.spec.priority}" if fact.spec.priority else ""
+    return f"accepted as {fact.spec.name!r}: {wanted}{priority}{parent}"
+
+
+def _prepared(fact: run.RunPrepared) -> str:
+    parts = {"validation": fact.validation_samples, "test": fact.test_samples}
+    others = "".join(f", {count:,} for {name}" for name, count in parts.items() if count)
+    return f"data ready: {plural(fact.train_samples, 'sample')} to train{others} (dataset {fact.dataset_id[:12]})"
+
+
+def _placed(fact: run.RunPlaced) -> str:
+    again = f" again (generation {fact.generation})" if fact.generation > 1 else ""
+    start = f", from its checkpoint of step {fact.resume.step}" if fact.resume else ""
+    start += f", with the weights of {fact.init.uri}" if fact.init else ""
+    return f"placed{again} on {plural(fact.world_size, 'slot')}{format_members(fact.members)}{start}"
+
+
+def _started(fact: run.RunStarted) -> str:
+    if fact.step == 0:
+        return f"started on {fact.node_id}"
+    kept = " with the state that was kept in memory" if fact.resumed_from == "memory" else ""
+    return f"started on {fact.node_id} from step {fact.step}{kept}"
+
+
+def _stalled(fact: run.RunStalled) -> str:
+    return (
+        f"rank {fact.rank} on {fact.node_id} has made no step for {fact.silent_s:.3g} s after step {fact.step} "
+        f"(median {fact.median_step_s:.3g} s a step); {STALL_ACTIONS.get(fact.on_stall, fact.on_stall)}"
+    )
+
+
+def _straggler(fact: run.RunStraggler) -> str:
+    return (
+        f"rank {fact.rank} on {fact.node_id} takes {fact.factor:.2f} times the others' time for a step, over "
+        f"{plural(fact.over_steps, 'step')}"
+    )
+
+
+def _starved(fact: run.RunStarved) -> str:
+    return (
+        f"rank {fact.rank} on {fact.node_id} waits for data {fact.wait_share:.0%} of its time ({fact.bound_by}): "
+        f"{fact.hint}"
+    )
+
+
+def _preempting(fact: run.RunPreempting) -> str:
+    within = f"asked to stop within {fact.grace_s:g} s" if fact.grace_s else "stopped at once"
+    return f"{within}{format_reason(fact.reason)}"
+
+
+def _released(fact: run.RunReleased) -> str:
+    saved = "everything saved" if fact.clean else "the steps after its last checkpoint are not saved"
+    detail = f" ({fact.detail})" if fact.detail else ""
+    return f"stopped on {fact.node_id} at step {fact.step}, {saved}{detail}"
+
+
+def _exited(fact: run.RunExited) -> str:
+    step = f" at step {fact.step}" if fact.step else ""
+    if fact.outcome == "succeeded":
+        return f"finished on {fact.node_id}{step}"
+    rank = "" if fact.rank is None else f" (rank {fact.rank})"
+    return f"failed on {fact.node_id}{rank}{step}: {fact.reason or f'exit code {fact.exit_code}'}"
+
+
+def _completed(fact: run.RunCompleted) -> str:
+    return "completed" + (f": {format_metrics(fact.metrics, MAX_NAMED_METRICS)}" if fact.metrics else "")
+
+
+def _evaluated(fact: run.RunEvaluated) -> str:
+    champion = fact.champion_metrics
+    compared = f"; the champion has {format_metrics(champion, MAX_NAMED_METRICS)}" if champion else ""
+    return f"evaluated: {format_metrics(fact.metrics, MAX_NAMED_METRICS)}{compared}"
+
+
+def _promoted(fact: run.RunPromoted) -> str:
+    reason = f" ({fact.reason})" if fact.reason else ""
+    return f"promoted to champion: {fact.model} version {fact.version}{reason}"
+
+
+def _staged(fact: checkpoint.CheckpointStaged) -> str:
+    size = format_bytes(sum(file.size_bytes for file in fact.files))
+    return f"checkpoint of step {fact.step} uploaded by {fact.node_id}: {size}"
+
+
+def _committed(fact: checkpoint.CheckpointCommitted) -> str:
+    state = f", state {fact.state_digest[:12]}" if fact.state_digest and fact.exactness == "exact" else ""
+    return f"checkpoint of step {fact.checkpoint.step} saved: {format_bytes(fact.size_bytes)}{state}"
+
+
+def _pinned(fact: checkpoint.CheckpointPinned) -> str:
+    return f"checkpoint of step {fact.step} {'pinned' if fact.pinned else 'unpinned'}{format_reason(fact.reason)}"
+
+
+def _rotten(fact: checkpoint.CheckpointRotten) -> str:
+    repair = "; the nodes that have them write them again" if fact.repair else ""
+    return f"checkpoint of step {fact.step}: {plural(len(fact.blobs), 'blob')} damaged or missing{repair}"
+
+
+def _ingested(fact: dataset.DatasetIngested) -> str:
+    bad = sum(kind.count for kind in fact.quarantined)
+    kinds = ", ".join(f"{kind.count} {kind.code}" for kind in fact.quarantined)
+    return f"read {plural(fact.accepted, 'record')}" + (f", {bad:,} in quarantine ({kinds})" if bad else "")
+
+
+def _progress(fact: dataset.DatasetProgress) -> str:
+    return f"{fact.phase}: {fact.done:,}" + (f" of {fact.total:,}" if fact.total is not None else "")
+
+
+def _sharded(fact: dataset.DatasetSharded) -> str:
+    return f"written as {plural(fact.row_count, 'sample')} in {plural(fact.shard_count, 'shard')}"
+
+
+def _promoted_model(fact: model.ModelPromoted) -> str:
+    back = " (rolled back)" if fact.rollback else ""
+    return f"version {fact.version}, from run {fact.run_id}, is the champion{back}"
+
+
+def _joined(fact: node.NodeJoined) -> str:
+    return f"joined with {plural(fact.slots, f'{fact.accelerator} slot')}"
+
+
+def _notice(fact: node.NodeNotice) -> str:
+    within = f" within {fact.grace_s:g} s" if fact.grace_s is not None else ""
+    return f"about to be taken away{within} ({fact.source}: {fact.kind}){format_reason(fact.detail)}"
+
+
+def _wanted(fact: capacity.CapacityWanted) -> str:
+    return f"{plural(fact.nodes, 'node')} of pool {fact.pool} wanted{format_reason(fact.reason)}"
+
+
+#: Fact -> its sentence.
+SENTENCES: dict[type[Any], Callable[[Any], str]] = {
+    run.RunAccepted: _accepted,
+    run.RunRejected: lambda e: f"rejected: {format_problems(e)}",
+    run.RunPrepared: _prepared,
+    run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
+    run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
+    run.RunWaiting: lambda e: f"waiting: {e.message}",
+    run.RunReserved: lambda e: (
+        f"reserved to start by {e.start_by:%Y-%m-%d %H:%M:%S} UTC on {plural(len(e.node_ids), 'node')}"
+    ),
+    run.RunPlaced: _placed,
+    run.RunStarted: _started,
+    run.RunStalled: _stalled,
+    run.RunStraggler: _straggler,
+    run.RunStarved: _starved,
+    run.RunPreempting: _preempting,
+    run.RunReleased: _released,
+    run.RunExited: _exited,
+    run.RunCompleted: _completed,
+    run.RunFailed: lambda e: f"failed: {e.reason}",
+    run.RunCancelling: lambda e: f"cancellation requested{format_reason(e.reason)}",
+    run.RunCancelled: lambda e: f"cancelled{format_reason(e.reason)}",
+    run.RunTracked: lambda e: f"recorded in MLflow as run {e.mlflow_run_id}",
+    run.RunEvaluated: _evaluated,
+    run.RunPromoted: _promoted,
+    run.RunNotPromoted: lambda e: f"not promoted: {e.reason}",
+    run.RunProgress: lambda e: f"at step {e.step}",
+    run.RunLog: lambda e: f"rank {e.rank} printed {plural(len(e.lines), 'line')}",
+    checkpoint.CheckpointStaged: _staged,
+    checkpoint.CheckpointCommitted: _committed,
+    checkpoint.CheckpointRefused: lambda e: f"checkpoint of step {e.step} refused: {e.reason}",
+    checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
+    checkpoint.CheckpointPinned: _pinned,
+    checkpoint.CheckpointRotten: _rotten,
+    checkpoint.CheckpointRepaired: lambda e: f"checkpoint of step {e.step}: a blob repaired by {e.node_id}",
+    dataset.DatasetIngested: _ingested,
+    dataset.DatasetIngestFailed: lambda e: f"data cannot be read: {e.reason}",
+    dataset.DatasetShardFailed: lambda e: f"data cannot be written as a dataset: {e.reason}",
+    dataset.DatasetProgress: _progress,
+    dataset.DatasetSharded: _sharded,
+    model.ModelPromoted: _promoted_model,
+    node.NodeJoined: _joined,
+    node.NodeLeft: lambda e: f"left{format_reason(e.reason)}",
+    node.NodeLost: lambda e: f"lost: {e.reason}",
+    node.NodeDraining: lambda e: f"draining{format_reason(e.reason)}",
+    node.NodeNotice: _notice,
+    node.NodeUnfit: lambda e: f"unfit: {e.reason}",
+    study.StudyRejected: lambda e: f"rejected: {e.reason}",
+    capacity.CapacityWanted: _wanted,
+    capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) in force",
+}

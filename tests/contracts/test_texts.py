@@ -1,0 +1,139 @@
+"""The sentences about facts: every fact has one, on one line, and it reads as what happened."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts import texts
+from contracts.events import BY_TYPE, FACTS
+from contracts.events.dataset import DatasetSharded
+from contracts.events.node import NodeJoined
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    Problem,
+    RunAccepted,
+    RunCancelled,
+    RunCancelling,
+    RunCompleted,
+    RunExited,
+    RunPlaced,
+    RunPreempting,
+    RunPrepared,
+    RunRejected,
+    RunReleased,
+    RunStarted,
+)
+from contracts.spec.run import RunSpec
+
+EXAMPLES = sorted(Path(__file__).parents[2].glob("contracts/examples/valid/*/*.json"))
+FACT_TYPES = {fact.type for fact in FACTS}
+SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 1})
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+def test_every_fact_has_a_sentence() -> None:
+    assert set(texts.SENTENCES) == set(FACTS)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if f"{path.parent.name}" in FACT_TYPES], ids=lambda path: path.parent.name
+)
+def test_a_recorded_fact_is_described_on_one_line(path: Path) -> None:
+    text = texts.describe(BY_TYPE[path.parent.name].model_validate(json.loads(path.read_text())))
+    assert text
+    assert "\n" not in text
+    assert text == text.strip(" :,;")
+
+
+def placed(slots: int, generation: int = 1, **fields: Any) -> RunPlaced:
+    member = Member(node_id="node-0", slots=tuple(range(slots)), ranks=tuple(range(slots)))
+    return RunPlaced(
+        run_id="r1", generation=generation, members=(member,), world_size=slots, spec=SPEC, decided_at_sequence=1,
+        decided_at=NOW, **fields,
+    )  # fmt: skip
+
+
+CHECKPOINT = CheckpointRef(uri="s3://lake/c.json", step=57, epoch=1, samples_consumed=100)
+SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.json"}
+
+
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        (placed(1), "placed on 1 slot of node-0"),
+        (
+            placed(2, 3, resume=CHECKPOINT),
+            "placed again (generation 3) on 2 slots of node-0, from its checkpoint of step 57",
+        ),
+        (RunStarted(run_id="r1", generation=1, node_id="node-0"), "started on node-0"),
+        (
+            RunStarted(run_id="r1", generation=2, node_id="node-0", step=57, resumed_from="memory"),
+            "started on node-0 from step 57 with the state that was kept in memory",
+        ),
+        (RunCancelling(run_id="r1", reason="cancelled by request"), "cancellation requested"),
+        (RunCancelling(run_id="r1", reason="wrong data"), "cancellation requested: wrong data"),
+        (RunCancelled(run_id="r1", reason="cancelled by request"), "cancelled"),
+        (
+            RunPreempting(run_id="r1", generation=1, reason="cancelled by request", grace_s=30),
+            "asked to stop within 30 s",
+        ),
+        (RunPreempting(run_id="r1", generation=1, reason="node lost", grace_s=0), "stopped at once: node lost"),
+        (
+            RunReleased(run_id="r1", generation=1, node_id="node-0", step=60, clean=False),
+            "stopped on node-0 at step 60, the steps after its last checkpoint are not saved",
+        ),
+        (
+            RunExited(run_id="r1", generation=1, node_id="node-0", outcome="failed", rank=1, exit_code=3),
+            "failed on node-0 (rank 1): exit code 3",
+        ),
+        (
+            RunExited(run_id="r1", generation=1, node_id="node-0", outcome="succeeded", step=9),
+            "finished on node-0 at step 9",
+        ),
+        (RunCompleted(run_id="r1", generation=1, metrics={"loss": 0.08321}), "completed: loss 0.08321"),
+        (
+            RunRejected(run_id="r1", reason="invalid", problems=(Problem(field="slots", message="too many"),)),
+            "rejected: slots: too many",
+        ),
+        (RunAccepted(run_id="r1", spec=SPEC, request_id="q", request_source="s"), "accepted as 'digits': 1 slot"),
+        (
+            RunPrepared(run_id="r1", train_samples=1, **SHARDED),
+            "data ready: 1 sample to train (dataset 000000000000)",
+        ),
+        (
+            DatasetSharded(
+                feature_store_version="v", split_config_hash="0" * 64, row_count=1438, split_counts={}, shard_count=1,
+                size_bytes=1, created_at=NOW, **SHARDED,
+            ),
+            "written as 1,438 samples in 1 shard",
+        ),
+        (
+            NodeJoined(node_id="n", incarnation="i", address="a", slots=1, lease_ttl_s=1.0),
+            "joined with 1 cpu slot",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_fact_reads_as_what_happened(fact: Any, text: str) -> None:
+    assert texts.describe(fact) == text
+
+
+def test_a_text_from_outside_stays_on_its_line() -> None:
+    assert texts.describe(RunCancelled(run_id="r1", reason="one\n12:00 run r2 completed")).count("\n") == 0
+
+
+def test_counts_have_their_nouns() -> None:
+    assert [texts.plural(count, "slot") for count in (0, 1, 2, 1024)] == ["0 slots", "1 slot", "2 slots", "1,024 slots"]
+    assert texts.plural(2, "batch", "batches") == "2 batches"
+
+
+def test_metrics_are_cut_where_a_sentence_ends() -> None:
+    values = {"a": 1.0, "b": 0.123456, "c": 3.0}
+    assert texts.format_metrics(values) == "a 1, b 0.1235, c 3"
+    assert texts.format_metrics(values, 2) == "a 1, b 0.1235 ..."

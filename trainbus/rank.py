@@ -81,7 +81,7 @@ def _run_task(
     training = spec.training
     task = _task(launch)
     if launch.dataset_folder is None:
-        raise DatasetError("a task needs data: give 'data' in the request")
+        raise TaskError("a task needs data: submit it with --data (a folder, s3://bucket/prefix, or a dataset's id)")
     waits = BatchTimings()
     arrival = ShardPrefetcher(
         launch.socket,
@@ -190,7 +190,12 @@ def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
         if any(sign in text for sign in PEER_LOST_SIGNS):
             text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
-    return EndedLine(time=time.time(), outcome="failed", error=text[:4000], permanent=isinstance(error, PERMANENT))
+    return EndedLine(time=time.time(), outcome="failed", error=text[:4000], permanent=_is_permanent(error))
+
+
+def _is_permanent(error: BaseException) -> bool:
+    """Whether the same request always ends with this error."""
+    return isinstance(error, PERMANENT) or (isinstance(error, TaskError) and error.is_permanent)
 
 
 def main(run: Callable[[Mapping[str, str]], int] = run) -> None:

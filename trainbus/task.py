@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import io
+import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -20,13 +23,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from contracts.datasets import FieldStatistics
 
+#: Exceptions of a module that every attempt to import it raises again.
+PERMANENT_IMPORT_ERRORS = (SyntaxError, ImportError, NameError)
+#: Fields that the default ``decode`` reads.
+ROW_FIELD, CLASS_FIELD = "json", "cls"
+IMAGE_FIELDS = frozenset({"png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
+
 
 class TaskError(Exception):
     """The task cannot be used; the text says what to change in it."""
 
+    def __init__(self, text: str, *, is_permanent: bool = True) -> None:
+        """``is_permanent``: another attempt would fail alike."""
+        super().__init__(text)
+        self.is_permanent = is_permanent
+
 
 class Task:
-    """A training task. Subclass it, and give ``model``, ``decode`` and ``loss``.
+    """A training task. Subclass it, and give ``model`` and ``loss``, and ``decode`` unless its default fits.
 
     ``params`` of the request become keyword arguments of the constructor. A task holds no state
     that training changes: that lives in the model, the optimizer and the schedule, which are checkpointed.
@@ -57,8 +71,24 @@ class Task:
         return None
 
     def decode(self, sample: dict[str, bytes]) -> Any:
-        """Turn one sample, its fields by extension (``{"png": ..., "cls": ...}``), into what ``collate`` takes."""
-        raise TaskError(f"{type(self).__name__} needs a method decode(self, sample) that returns one example")
+        """Turn one sample, its fields by extension (``{"png": ..., "cls": ...}``), into what ``collate`` takes.
+
+        Default: a row (jsonl, csv, Parquet) becomes a dict of its values, with the class's index as ``cls`` where there
+        are classes. An image becomes a float32 tensor of shape ``[channels, height, width]`` from 0 to 1 (one channel
+        for grey, else red, green, blue), and where there are classes the pair of it and the class's index.
+        """
+        images = sorted(IMAGE_FIELDS.intersection(sample))
+        if ROW_FIELD in sample and not images:
+            row = json.loads(sample[ROW_FIELD])
+            if isinstance(row, dict):
+                return row if CLASS_FIELD not in sample else {CLASS_FIELD: int(sample[CLASS_FIELD]), **row}
+        elif len(images) == 1:
+            image = _decode_image(sample[images[0]])
+            return (image, int(sample[CLASS_FIELD])) if CLASS_FIELD in sample else image
+        raise TaskError(
+            f"{type(self).__name__} needs a method decode(self, sample) that returns one example: these samples are "
+            f"neither rows nor single images, their fields are {', '.join(sorted(sample))}"
+        )
 
     def decode_batch(self, fields: dict[str, NDArray[np.uint8]]) -> Any:
         """Turn n samples, each field as ``uint8[n, size]``, into the batch that ``decode`` and ``collate`` would make.
@@ -110,6 +140,15 @@ class Task:
         return None
 
 
+def _decode_image(content: bytes) -> Tensor:
+    """Return an image as float32 of shape ``[channels, height, width]``, from 0 to 1."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = np.asarray(image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
+
+
 def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Task:
     """Import ``module:Class`` from the code package and make it.
 
@@ -119,7 +158,7 @@ def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Ta
     module_name, _, class_name = name.partition(":")
     if code_folder is not None:
         if not code_folder.is_dir():
-            raise TaskError(f"the code folder {code_folder.name!r} is not there")
+            raise TaskError(f"the code folder {code_folder.name!r} is not there", is_permanent=False)
         sys.path.insert(0, str(code_folder))
         importlib.invalidate_caches()
     try:
@@ -136,34 +175,53 @@ def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Ta
         ) from error
     except BaseException as error:  # even a SystemExit of the user's module is a task that does not import
         traceback.print_exc()
-        raise TaskError(f"task {name!r} does not import: {describe(error, code_folder)}") from error
+        raise TaskError(
+            f"{describe(error, code_folder)}: task {name!r} does not import",
+            is_permanent=isinstance(error, PERMANENT_IMPORT_ERRORS),
+        ) from error
     cls = getattr(module, class_name, None)
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         tasks = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Task)]
         known = ", ".join(sorted(key for key in tasks if key != "Task")) or "none"
         problem = "is no subclass of trainbus.Task" if cls is not None else "is not there"
         raise TaskError(f"task {name!r}: {class_name} {problem} (tasks in module {module_name!r}: {known})")
-    missing = [method for method in ("model", "decode", "loss") if getattr(cls, method) is getattr(Task, method)]
+    missing = [method for method in ("model", "loss") if getattr(cls, method) is getattr(Task, method)]
     if missing:
         raise TaskError(f"task {name!r}: {class_name} lacks {', '.join(f'{method}()' for method in missing)}")
-    try:
-        inspect.signature(cls).bind(**params)
-    except TypeError as error:
-        raise TaskError(f"task {name!r}: params do not fit {class_name}{inspect.signature(cls)}: {error}") from error
+    _check_params(name, cls, params)
     try:
         made: Task = cls(**params)
     except Exception as error:
         traceback.print_exc()
-        raise TaskError(f"task {name!r}: {class_name}(...) failed: {describe(error, code_folder)}") from error
+        text = f"{describe(error, code_folder)}: task {name!r} cannot be made with its params"
+        raise TaskError(text, is_permanent=False) from error
     return made
+
+
+def _check_params(name: str, cls: type[Task], params: Mapping[str, Any]) -> None:
+    """Check that the constructor takes the params.
+
+    Raises:
+        TaskError: it does not; a similar name is suggested.
+    """
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**params)
+    except TypeError as error:
+        unknown = next((param for param in params if param not in signature.parameters), "")
+        similar = difflib.get_close_matches(unknown, signature.parameters, 1) if unknown else []
+        hint = f"; did you mean {similar[0]}?" if similar else ""
+        text = f"task {name!r}: params do not fit {cls.__name__}{signature}: {error}{hint}"
+        raise TaskError(text) from error
 
 
 def describe(error: BaseException, code_folder: Path | None = None) -> str:
     """Return the error in one line, with the last place in the user's own code that it came through."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}, line {error.lineno})"
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if code_folder is not None and Path(frame.filename).is_relative_to(code_folder):
-            return f"{text} ({Path(frame.filename).relative_to(code_folder)}, line {frame.lineno}, in {frame.name})"
+            place = f"{Path(frame.filename).relative_to(code_folder)}:{frame.lineno}"
+            return f"{text} ({place})" if frame.name == "<module>" else f"{text} ({place}, in {frame.name})"
     return text

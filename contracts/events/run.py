@@ -268,6 +268,9 @@ class RunExited(GenerationFact, fact="exited", occurrence="generation/node_id"):
     infrastructure_failure: bool = False
     #: The request itself is at fault (weights that do not fit the model): another attempt would end alike.
     permanent: bool = False
+    #: It failed before its first step: the same reason twice in a row is final, too.
+    made_no_step: bool = False
+    #: The exception's last line and its place in the user's code, or the last line of output.
     reason: str = ""
     rank: int | None = None
     exit_code: int | None = None

@@ -348,7 +348,7 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
     failed = world.facts(RunFailed)[-1]
     assert failed.log_tail == ("Traceback", "ValueError")
     assert "2 attempts (max_attempts 2)" in failed.reason
-    assert "exit code 1: ValueError: no" in failed.reason
+    assert failed.reason.startswith("ValueError: no; after 2 attempts (max_attempts 2), rank 0 on node")
 
 
 def test_what_no_attempt_can_change_fails_at_once_and_says_so() -> None:
@@ -359,7 +359,33 @@ def test_what_no_attempt_can_change_fails_at_once_and_says_so() -> None:
     world.settle()
     failed = world.facts(RunFailed)[-1]
     assert "1 attempt (another would end the same way)" in failed.reason
-    assert "exit code 1: init_from does not fit the model" in failed.reason
+    assert failed.reason.startswith("init_from does not fit the model; after 1 attempt")
+
+
+def test_the_same_failure_twice_before_the_first_step_is_final() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=5))
+    world.settle()
+    for reason in ("KeyError: 'f0'", "OSError: gone", "OSError: gone"):
+        assert world.phase("r1") == "placed"
+        world.exit("r1", "failed", rank=0, exit_code=1, reason=reason, made_no_step=True)
+        world.settle()
+        world.wait(60)
+        world.settle()
+    failed = world.facts(RunFailed)[-1]
+    assert failed.reason.startswith("OSError: gone; after 3 attempts (twice the same before the first step)")
+
+
+def test_the_same_failure_is_tried_again_where_steps_or_a_preemption_lie_between() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=5))
+    world.settle()
+    for made_no_step in (True, False, True):
+        world.exit("r1", "failed", rank=0, exit_code=1, reason="OSError: gone", made_no_step=made_no_step)
+        world.settle()
+        world.wait(60)
+        world.settle()
+    assert world.phase("r1") == "placed"
 
 
 def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:

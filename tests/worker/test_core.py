@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
+from services.worker.core.failure_reason import explain_exit
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:
@@ -190,6 +192,88 @@ Root Cause (first observed failure):
 def test_cause_is_the_output_of_the_script_without_torchruns_report(lines: list[str], expected: Any) -> None:
     failure, tail = rank_exits.find_cause(rank_exits.Exit(0, 1, 9.0), lines)
     assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-rank_exits.TAIL_LINES :])))
+
+
+CODE = Path("/runs/r1/code")
+SCRIPT_TRACEBACK = """\
+epoch 0
+Traceback (most recent call last):
+  File "/runs/r1/code/train.py", line 9, in <module>
+    main()
+  File "/runs/r1/code/src/loop.py", line 4, in main
+    row["f0"]
+    ~~~^^^^^^
+  File "/usr/lib/python3.12/collections.py", line 1015, in __getitem__
+    raise KeyError(key)
+KeyError: 'f0'
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "expected", "is_permanent"),
+    [
+        pytest.param(1, SCRIPT_TRACEBACK, "KeyError: 'f0' (src/loop.py:4, in main)", False, id="python"),
+        pytest.param(1, [*SCRIPT_TRACEBACK, "bye"], "KeyError: 'f0' (src/loop.py:4, in main)", False, id="words after"),
+        pytest.param(
+            1,
+            [f"[rank0]: {line}" for line in SCRIPT_TRACEBACK],
+            "KeyError: 'f0' (src/loop.py:4, in main)",
+            False,
+            id="torch's rank prefix",
+        ),
+        pytest.param(
+            1,
+            ['  File "/runs/r1/code/train.py", line 3', "    def f(:", "          ^", "SyntaxError: invalid syntax"],
+            "SyntaxError: invalid syntax (train.py:3)",
+            True,
+            id="syntax",
+        ),
+        pytest.param(
+            1,
+            [
+                "Traceback (most recent call last):",
+                '  File "/runs/r1/code/train.py", line 1, in <module>',
+                "    import emoji",
+                "ModuleNotFoundError: No module named 'emoji'",
+            ],
+            "ModuleNotFoundError: No module named 'emoji' (train.py:1)",
+            True,
+            id="module",
+        ),
+        pytest.param(
+            1,
+            [
+                "Traceback (most recent call last):",
+                '  File "/lib/torch/module.py", line 7, in load_state_dict',
+                "    raise RuntimeError(",
+                "RuntimeError: Error(s) in loading state_dict for Net:",
+                '\tMissing key(s) in state_dict: "a".',
+            ],
+            'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "a".',
+            False,
+            id="a list below",
+        ),
+        pytest.param(
+            2,
+            ["python: can't open file '/runs/r1/code/train.py': [Errno 2] No such file or directory"],
+            "there is no file train.py in the project",
+            True,
+            id="no script",
+        ),
+        pytest.param(127, ["sh: 1: trian: not found"], "there is no program 'trian'", True, id="no program"),
+        pytest.param(126, ["sh: 1: trian: Permission denied"], "'trian' is not executable: `chmod", True, id="no mode"),
+        pytest.param(127, ["./a.sh: 3: foo: not found"], "./a.sh: 3: foo: not found", True, id="inner"),
+        pytest.param(3, ["loading", "Error: no licence", ""], "Error: no licence (exit code 3)", False, id="other"),
+        pytest.param(3, [], "ended with exit code 3 and printed nothing", False, id="silent"),
+        pytest.param(-9, ["step 3"], "was killed by SIGKILL; its last line of output: step 3", False, id="killed"),
+    ],
+)
+def test_a_failed_command_is_explained_by_what_it_printed(
+    code: int, lines: list[str], expected: str, is_permanent: bool
+) -> None:
+    reason = explain_exit(code, lines, ("trian", "--fast"), CODE)
+    assert reason.text.startswith(expected)
+    assert reason.is_permanent is is_permanent
 
 
 def test_exit_codes_are_described() -> None:

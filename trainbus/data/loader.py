@@ -115,7 +115,7 @@ class BatchLoader:
         else:
             sample = int(ids[error.place])
             where = f"sample {self._reader.key(sample)!r} of {self._reader.shard_path(sample)}"
-        return TaskError(f"{where}: {error.text}")
+        return TaskError(f"{error.text}; it was {where}", is_permanent=False)
 
 
 def pipeline_results(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:

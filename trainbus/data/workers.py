@@ -6,6 +6,7 @@ They receive bytes and return batches; they open no file and hold no state.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import select
@@ -30,9 +31,11 @@ from contracts.datasets import FieldStatistics
 from trainbus.data.channel import ChannelClosed, open_channel, receive, send
 from trainbus.data.reader import Fields, RaggedField, sample_fields
 from trainbus.data.sampler import Ids
-from trainbus.task import Task, TaskError, describe
+from trainbus.task import ROW_FIELD, Task, TaskError, describe
 
 _SLOT_BYTES = 8
+#: Fields of a row that an error lists.
+MAX_NAMED_FIELDS = 40
 #: In a worker's slot while it decodes no particular sample.
 _NOWHERE = -1
 
@@ -87,7 +90,23 @@ def run_decode_job(task: Task, job: DecodeJob, at: Callable[[int], None] = lambd
         return task.collate(examples)
     except Exception as error:
         traceback.print_exception(error)
-        raise DecodeError(f"{type(task).__name__}.{method}() failed: {describe(error, _code(task))}", place) from error
+        text = f"{describe(error, _code(task))}: {type(task).__name__}.{method}() failed"
+        if isinstance(error, KeyError):
+            text += describe_fields(sample_fields(job.fields, place or 0))
+        raise DecodeError(text, place) from error
+
+
+def describe_fields(sample: Mapping[str, bytes]) -> str:
+    """Return which fields a sample has, and those of the row in it, ready to follow an error."""
+    text = f"; the sample has the fields {', '.join(sorted(sample))}"
+    try:
+        row = json.loads(sample[ROW_FIELD])
+    except (KeyError, ValueError):
+        return text
+    if not isinstance(row, dict):
+        return text
+    names = ", ".join(sorted(map(str, row))[:MAX_NAMED_FIELDS]) + (", ..." if len(row) > MAX_NAMED_FIELDS else "")
+    return f"{text}, and its row ({ROW_FIELD}) has {names}"
 
 
 def _code(task: Task) -> Path | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import structlog
@@ -13,8 +14,9 @@ import structlog
 from contracts.base import Fact
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
 from services.worker import metrics
+from services.worker.core.failure_reason import FailureReason, explain_exit
 from services.worker.core.journal import RankState
-from services.worker.core.rank_exits import Exit, describe_exit, find_cause, is_infrastructure_failure
+from services.worker.core.rank_exits import Exit, find_cause, is_infrastructure_failure
 from services.worker.data_dir import GenerationFiles
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import Publish
@@ -76,19 +78,27 @@ class ReportBuilder:
             reason=failure.reason[:REASON_MAX_CHARS],
         )
 
-    def crashed(self, failure: Exit, ranks: Mapping[int, RankState], lines: Sequence[str]) -> RunExited:
+    def crashed(
+        self, failure: Exit, ranks: Mapping[int, RankState], lines: Sequence[str], code_folder: PurePath | None = None
+    ) -> RunExited:
         """Report that a rank failed by itself; ``lines`` are the last of its output."""
         ended = ranks[failure.rank].ended if failure.rank in ranks else None
         error = ended.error if ended is not None else ""
         failure, tail = find_cause(failure, lines)
         has_started = any(state.started for state in ranks.values())
-        reason = f"rank {failure.rank} {describe_exit(failure.code)}" + (f": {error}" if error else "")
+        reason = (
+            FailureReason(error)
+            if error
+            else explain_exit(failure.code, tail, self._placed.spec.command or (), code_folder)
+        )
         return RunExited(
             **self._place,
             outcome="failed",
             infrastructure_failure=is_infrastructure_failure(failure.code, has_started, error + "\n".join(lines)),
-            permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values()),
-            reason=reason[:REASON_MAX_CHARS],
+            permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values())
+            or (reason.is_permanent and made_no_step(ranks)),
+            made_no_step=made_no_step(ranks),
+            reason=reason.text[:REASON_MAX_CHARS],
             rank=failure.rank,
             exit_code=failure.code,
             log_tail=tail,
@@ -109,6 +119,15 @@ class ReportBuilder:
     def released(self, position: RunPosition, *, clean: bool, detail: str) -> RunReleased:
         """Report that the ranks ended on request."""
         return RunReleased(**self._place, clean=clean, detail=detail, **position.reported)
+
+
+def made_no_step(ranks: Mapping[int, RankState]) -> bool:
+    """Whether no rank has reported a step, or anything to keep, beyond the point where it started."""
+    return not any(state.checkpoints or _has_stepped(state) for state in ranks.values())
+
+
+def _has_stepped(state: RankState) -> bool:
+    return state.step is not None and (state.started is None or state.step > state.started.step)
 
 
 class ReportPublisher:

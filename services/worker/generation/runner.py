@@ -46,7 +46,7 @@ from services.worker.generation.reports import (
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
 from services.worker.launch.code_package import PackageError
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError
-from services.worker.local_files import write_atomically
+from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
 from services.worker.node.inventory import find_mps_pipe, interface_of
 from services.worker.node_context import NodeContext
@@ -381,7 +381,8 @@ class GenerationRunner:
         exits, ranks = self._group.exits, follower.state.ranks
         failure = first_failure(exits)
         if failure is not None and self._requests.stop is None:
-            return self._build_report.crashed(failure, ranks, follower.tail(failure.rank, SEARCHED_LINES))
+            lines = follower.tail(failure.rank, SEARCHED_LINES)
+            return self._build_report.crashed(failure, ranks, lines, self._read_code_folder())
         step = follower.state.staged_step
         committed = False
         if step is not None and failure is None:
@@ -399,6 +400,11 @@ class GenerationRunner:
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._build_report.released(position, clean=clean, detail=detail)
+
+    def _read_code_folder(self) -> Path | None:
+        """Return where the ranks found their code; an earlier life of the agent may have launched them."""
+        folder = (read_json(self.files.launch) or {}).get("code_folder")
+        return None if folder is None else Path(folder)
 
     async def _report(self, report: Report) -> None:
         if await self._reports.is_done(report):

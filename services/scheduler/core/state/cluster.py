@@ -130,6 +130,8 @@ class Run:
     #: Those of them that were no fault of the run; and how often in a row each node, by its
     #: incarnation, was at fault.
     infrastructure_failures: int = 0
+    #: Why the generation before failed before its first step; '' if it did not.
+    last_start_failure: str = ""
     strikes: Counter[str] = field(default_factory=Counter)
     #: Why the current generation must restart: one of its ranks makes no step.
     stalled: RunStalled | None = None
@@ -153,6 +155,18 @@ class Run:
     @property
     def live(self) -> list[MemberState]:
         return [part for part in self.parts.values() if part.ended is None]
+
+    @property
+    def culprit(self) -> MemberState | None:
+        """The part that failed first, rather than because another part had failed."""
+        failed = [part for part in self.parts.values() if part.ended == "failed"]
+        return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
+
+    @property
+    def start_failure(self) -> str:
+        """Why the current generation failed before its first step; '' if it did not."""
+        exited = self.culprit.exit if self.culprit else None
+        return exited.reason if exited is not None and exited.made_no_step else ""
 
     @property
     def next_generation(self) -> int:

@@ -254,24 +254,25 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
 def _crashed(run: Run) -> FailRun | QueueRun:
     failures = run.failures + 1
     hopeless = next((part for part in run.parts.values() if part.exit is not None and part.exit.permanent), None)
-    if hopeless is None and failures < run.spec.max_attempts:
+    repeats = bool(run.start_failure) and run.start_failure == run.last_start_failure
+    if hopeless is None and not repeats and failures < run.spec.max_attempts:
         return QueueRun(run.run_id, run.next_generation, "crashed", failures)
-    part = hopeless or _culprit(run)
+    part = hopeless or run.culprit
     exited = part.exit if part else None
     why = (exited.reason if exited else "") or "its ranks failed"
-    where = f"rank {exited.rank} on node {exited.node_id}" if exited and exited.rank is not None else "a rank"
+    where = f", rank {exited.rank} on node {exited.node_id}" if exited and exited.rank is not None else ""
     code = f", exit code {exited.exit_code}" if exited and exited.exit_code is not None else ""
-    limit = "another would end the same way" if hopeless else f"max_attempts {run.spec.max_attempts}"
+    if hopeless:
+        limit = "another would end the same way"
+    elif repeats and failures < run.spec.max_attempts:
+        limit = "twice the same before the first step"
+    else:
+        limit = f"max_attempts {run.spec.max_attempts}"
     attempts = f"{failures} attempt{'s' if failures > 1 else ''} ({limit})"
+    # The reason first: tables cut a text off at its end.
     return FailRun(
-        run.run_id, run.generation, f"failed after {attempts}: {where}{code}: {why}", exited.log_tail if exited else ()
+        run.run_id, run.generation, f"{why}; after {attempts}{where}{code}", exited.log_tail if exited else ()
     )
-
-
-def _culprit(run: Run) -> MemberState | None:
-    """Return the part that failed first, rather than because another part had failed."""
-    failed = [part for part in run.parts.values() if part.ended == "failed"]
-    return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
 
 
 def _broken_reason(run: Run) -> QueueReason:

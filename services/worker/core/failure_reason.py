@@ -1,0 +1,131 @@
+"""Why a process failed, in its own words: the exception's last line and the place in the user's code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from services.worker.core.rank_exits import describe_exit
+
+#: Exit codes of a shell that could not run a program: it is not executable, or there is none.
+EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
+#: Exceptions that the same code raises again on every node: no attempt can change them.
+PERMANENT_EXCEPTIONS = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError", "NameError"}
+)
+MAX_CHARS = 1000
+
+#: torch's excepthook, and torchrun, put the rank before each line.
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)?\d+\]:\s?")
+_EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*)|:?)$")
+_FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+#: The wrapper's own complaint about a program: "sh: 1: train: not found", "sh: line 1: ./t.sh: Permission denied".
+_SHELL_COMPLAINT = re.compile(r"^(?:/bin/)?(?:sh|bash|dash): (?:line )?\d+: (?:exec: )?(?P<program>.+?): [A-Za-z ]+$")
+#: Python's own complaint about the script that it is to run.
+_NO_SCRIPT = re.compile(r"can't open file '(?P<file>.+)': \[Errno 2\]")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReason:
+    """Why a process failed. ``is_permanent``: no other attempt can change it."""
+
+    text: str
+    is_permanent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Traceback:
+    name: str
+    text: str
+    #: (file, line, function), the innermost last.
+    frames: tuple[tuple[str, str, str], ...]
+
+
+def explain_exit(
+    code: int, lines: Sequence[str], command: Sequence[str] = (), code_folder: PurePath | None = None
+) -> FailureReason:
+    """Return why a process that reported no error of its own ended with ``code``, from the last lines it printed."""
+    printed = [_RANK_PREFIX.sub("", line).rstrip() for line in lines]
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "")
+    if code < 0 or 128 < code < 160:
+        return FailureReason(_shorten(describe_exit(code) + (f"; its last line of output: {last}" if last else "")))
+    if (refused := _explain_refusal(code, last, command)) is not None:
+        return refused
+    found = _last_traceback(printed)
+    if found is not None:
+        name = found.name.rpartition(".")[2]
+        return FailureReason(_shorten(found.text + _place(found, code_folder)), name in PERMANENT_EXCEPTIONS)
+    if (script := _NO_SCRIPT.search(last)) is not None and code == 2:
+        file = _relative(script["file"], code_folder) or script["file"]
+        return FailureReason(
+            f"there is no file {file} in the project: check the command, and whether .gitignore or .trainbusignore "
+            "leaves it out",
+            True,
+        )
+    if not last:
+        return FailureReason(f"{describe_exit(code)} and printed nothing")
+    return FailureReason(_shorten(f"{last} (exit code {code})"))
+
+
+def _explain_refusal(code: int, last: str, command: Sequence[str]) -> FailureReason | None:
+    """Return the reason if no program could be started; None if one was."""
+    if code not in (EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND):
+        return None
+    program = command[0] if command else ""
+    complaint = _SHELL_COMPLAINT.match(last)
+    if complaint is None or complaint["program"] != program:
+        return FailureReason(_shorten(f"{last} (exit code {code})" if last else describe_exit(code)), True)
+    if code == EXIT_NOT_FOUND:
+        return FailureReason(
+            f"there is no program {program!r} on the node or in the project: check the command"
+            + ("" if "/" in program else f"; a file of the project is ./{program}"),
+            True,
+        )
+    return FailureReason(
+        f"{program!r} is not executable: `chmod +x {program}`, or name its interpreter in the command"
+        f" ('bash {program}', 'python {program}')",
+        True,
+    )
+
+
+def _last_traceback(lines: Sequence[str]) -> _Traceback | None:
+    """Return the last exception that Python printed: the line below the innermost frame."""
+    for number in range(len(lines) - 1, 0, -1):
+        if not (match := _EXCEPTION.match(lines[number])) or not lines[number - 1].startswith("  "):
+            continue
+        frames: list[tuple[str, str, str]] = []
+        above = number - 1
+        while above >= 0 and lines[above].startswith("  "):
+            if frame := _FRAME.match(lines[above]):
+                frames.insert(0, (frame["file"], frame["line"], frame["function"] or ""))
+            above -= 1
+        if frames:
+            text = lines[number]
+            more = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            # torch lists what is wrong below such a line.
+            return _Traceback(match["name"], f"{text} {more}" if text.endswith(":") and more else text, tuple(frames))
+    return None
+
+
+def _place(found: _Traceback, code_folder: PurePath | None) -> str:
+    """Return the innermost place in the user's code, ready to follow the exception; '' if it is in none."""
+    for file, line, function in reversed(found.frames):
+        if (name := _relative(file, code_folder)) is not None:
+            return f" ({name}:{line}{f', in {function}' if function and function != '<module>' else ''})"
+    return ""
+
+
+def _relative(file: str, code_folder: PurePath | None) -> str | None:
+    """Return the path below the project; None for a file of a library."""
+    path = PurePath(file)
+    if not path.is_absolute():
+        return None if file.startswith("<") else str(path)
+    if code_folder is None or not path.is_relative_to(code_folder):
+        return None
+    return str(path.relative_to(code_folder))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " […]"

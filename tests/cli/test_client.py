@@ -13,9 +13,12 @@ import pytest
 import pytest_asyncio
 
 import trainbus
+from contracts import subjects
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
+    CheckpointRef,
     ProgressPoint,
     RunAccepted,
     RunCompleted,
@@ -25,10 +28,12 @@ from contracts.events.run import (
     RunQueued,
 )
 from contracts.spec.run import RunSpec
+from contracts.spec.training import Retention
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
+from trainbus.client.checkpoints import find_checkpoint, pin_checkpoint, select_checkpoints
 from trainbus.client.errors import NotFoundError, RunFailedError, StackUnreachableError, UsageError
 from trainbus.client.submission import locate_task
 from trainbus.embedded.servers import free_ports
@@ -189,3 +194,50 @@ def test_importing_trainbus_loads_neither_bus_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         trainbus.Nothing  # noqa: B018
+
+
+async def commit(bus: Bus, *steps: tuple[int, int, float]) -> None:
+    """Publish committed checkpoints, each as (step, epoch, loss)."""
+    for step, epoch, loss in steps:
+        uri = f"s3://models/default/{RUN}/checkpoints/epoch_{epoch}/step_{step:08d}.g1.json"
+        ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step)
+        metrics = {"validation/loss": loss}
+        fact = CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref, size_bytes=1, metrics=metrics)
+        await bus.publish(fact)
+
+
+async def test_best_and_last_name_a_checkpoint(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    with pytest.raises(NotFoundError, match=r"it has steps \(none\)"):
+        await find_checkpoint(client.connection, "digits@best")
+    await commit(bus, (10, 1, 0.4), (20, 2, 0.2), (30, 3, 0.3))
+    for name, step in {"digits": 30, "digits@last": 30, "digits@best": 20, f"{RUN}@10": 10}.items():
+        assert (await find_checkpoint(client.connection, name)).step == step
+    with pytest.raises(UsageError, match="give RUN@STEP, RUN@best or RUN@last"):
+        await find_checkpoint(client.connection, "digits@worst")
+    assert [each.step for each in (await select_checkpoints(client.connection, "digits@best")).values()] == [20]
+    for give in (lambda: client.restore("digits"), lambda: client.restore("digits@best", epoch=1)):
+        with pytest.raises(UsageError, match="RUN@best"):
+            await give()
+    with pytest.raises(UsageError, match="RUN@best"):
+        await pin_checkpoint(client.connection, "digits", pinned=True, reason="")
+
+
+async def test_without_the_metric_of_the_request_there_is_no_best(client: AsyncClient, bus: Bus) -> None:
+    spec = SPEC.model_copy(update={"retention": Retention(metric="accuracy", mode="max")})
+    await bus.publish(RunAccepted(run_id=RUN, spec=spec, request_id=RUN, request_source="test"))
+    await commit(bus, (10, 1, 0.4))
+    with pytest.raises(NotFoundError, match="none was measured by accuracy; they have validation/loss"):
+        await find_checkpoint(client.connection, f"{RUN}@best")
+
+
+async def test_restore_takes_the_step_of_the_best(client: AsyncClient, bus: Bus, monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainbus.client.client.ANSWER_TIMEOUT_S", 0.01)
+    await accept(bus)
+    await commit(bus, (10, 1, 0.2), (20, 2, 0.4))
+    await client.restore("digits@best")
+    await client.restore("digits", epoch=2)
+    stored = await bus.read_history(subjects.request("restore"), stream="REQUESTS")
+    assert [(each.event.step, each.event.epoch) for each in stored] == [(10, None), (None, 2)]
+    with pytest.raises(NotFoundError, match=r"it has steps 10 \(epoch 1\), 20 \(epoch 2\)"):
+        await client.restore("digits", epoch=3)

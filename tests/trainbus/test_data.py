@@ -33,6 +33,14 @@ def test_epochs_count_from_1() -> None:
     assert [sampler.epoch(consumed) for consumed in (0, 1, 10, 11, 20, 21)] == [0, 1, 1, 2, 2, 3]
 
 
+def test_a_step_belongs_to_the_epoch_that_it_ends() -> None:
+    sampler = Sampler(LaneOrder("d" * 64, [10], 0), 4, end=30)
+    steps = [0, 4, 8, 12, 16, 20, 24, 28, 30]
+    assert [sampler.epoch_of_step(consumed) for consumed in steps] == [0, 1, 1, 1, 2, 2, 3, 3, 3]
+    several_a_step = Sampler(LaneOrder("d" * 64, [3], 0), 4, end=9)
+    assert [several_a_step.epoch_of_step(consumed) for consumed in (0, 4, 8, 9)] == [0, 1, 2, 3]
+
+
 def test_samples_are_read_by_offset_across_shards(tmp_path: Path) -> None:
     dataset = linear_dataset(tmp_path, train=120)
     split = dataset.split("train")

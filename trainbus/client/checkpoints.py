@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,9 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from contracts import subjects, topology
+from contracts.best_checkpoint import RankingMetric, find_best, find_ranking_metric, ranking_metrics
 from contracts.events import checkpoint
 from contracts.events.model import ModelPromoted
+from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
+from contracts.spec.run import RunSpec
 from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
@@ -44,6 +46,30 @@ ANSWER_TIMEOUT_S = 10.0
 PROMOTED = subjects.fact("model", subjects.WILDCARD, ModelPromoted.fact)
 #: How MLflow names a version of a registered model.
 MODEL_SCHEME = "models:/"
+#: What may stand behind RUN@ in place of a step.
+BEST, LAST = "best", "last"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointName:
+    """A run and which of its checkpoints: a step, ``best``, ``last``, or '' where the text names none."""
+
+    run: str
+    mark: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointName:
+        """Split RUN, RUN@STEP, RUN@best or RUN@last.
+
+        Raises:
+            UsageError: something else stands behind the ``@``.
+        """
+        run, at, mark = text.rpartition("@")
+        if not at:
+            return cls(text)
+        if not run or not (mark in (BEST, LAST) or (mark.isascii() and mark.isdigit())):
+            raise UsageError(f"{text!r}: give RUN@STEP, RUN@best or RUN@last, as in demo@200")
+        return cls(run, mark)
 
 
 @dataclass(slots=True)
@@ -63,6 +89,11 @@ class StoredCheckpoint:
     @property
     def step(self) -> int:
         return self.commit.checkpoint.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of its step."""
+        return self.commit.metrics
 
     def to_plain(self) -> dict[str, Any]:
         """Return the checkpoint as JSON."""
@@ -151,7 +182,10 @@ async def open_checkpoint_store(address: StackAddress) -> AsyncIterator[ObjectSt
 
 
 async def find_checkpoint(connection: Connection, target: str) -> StoredCheckpoint:
-    """Return the checkpoint that RUN (its newest), RUN@STEP, models:/NAME@champion or a manifest's s3:// address means.
+    """Return the checkpoint that a text names.
+
+    RUN and RUN@last mean the run's newest one, RUN@best the best by the metric of its request, RUN@STEP that of a step.
+    models:/NAME@champion means a registered model's, and the s3:// address of a manifest that very one.
 
     Raises:
         UsageError: the text is none of these.
@@ -165,16 +199,62 @@ async def find_checkpoint(connection: Connection, target: str) -> StoredCheckpoi
         if stored is None:
             raise NotFoundError(f"{target} is no committed checkpoint, or was deleted: `trainbus checkpoints ls RUN`")
         return stored
-    name, at, step = target.rpartition("@")
-    if at and not step.isdigit():
-        raise UsageError(f"{target!r}: give RUN@STEP, as in demo@200")
-    run_id = await find_run(connection, name if at else target)
+    name = CheckpointName.parse(target)
+    return await find_run_checkpoint(connection, await find_run(connection, name.run), name.mark)
+
+
+async def find_run_checkpoint(connection: Connection, run_id: str, mark: str = LAST) -> StoredCheckpoint:
+    """Return a run's checkpoint: of a step, ``best`` or ``last``.
+
+    Raises:
+        NotFoundError: there is none, or its checkpoints lack the metric by which one is the best.
+    """
     known = await list_checkpoints(connection, run_id)
-    found = [each for each in known if not at or each.step == int(step)]
+    if mark == BEST and known:
+        spec = await read_spec(connection, run_id)
+        if (best := find_best(spec, known)) is None:
+            raise NotFoundError(_explain_unranked(run_id, spec, known))
+        return best
+    found = [each for each in known if mark in ("", LAST) or each.step == int(mark)]
     if not found:
         steps = ", ".join(str(each.step) for each in known)
         raise NotFoundError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}")
     return found[-1]
+
+
+async def read_ranking(
+    connection: Connection, run_id: str, known: list[StoredCheckpoint]
+) -> tuple[RankingMetric | None, StoredCheckpoint | None]:
+    """Return the metric by which a run's checkpoints are compared and the best of them; None where there is none."""
+    spec = await read_spec(connection, run_id)
+    return find_ranking_metric(spec, known), find_best(spec, known)
+
+
+async def select_checkpoints(connection: Connection, name: str | None) -> dict[str, StoredCheckpoint]:
+    """Return manifest address -> checkpoint: of a run, the one that RUN@STEP, RUN@best or RUN@last names, or all."""
+    if name is None:
+        return await read_checkpoints(connection)
+    parsed = CheckpointName.parse(name)
+    run_id = await find_run(connection, parsed.run)
+    if not parsed.mark:
+        return await read_checkpoints(connection, run_id)
+    stored = await find_run_checkpoint(connection, run_id, parsed.mark)
+    return {stored.uri: stored}
+
+
+async def read_spec(connection: Connection, run_id: str) -> RunSpec | None:
+    """Return what a run was accepted as; None before that."""
+    accepted = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunAccepted.fact))
+    return None if accepted is None else accepted.event.spec
+
+
+def _explain_unranked(run_id: str, spec: RunSpec | None, known: Iterable[StoredCheckpoint]) -> str:
+    wanted = " or ".join(metric.name for metric in ranking_metrics(spec))
+    present = ", ".join(sorted({name for each in known for name in each.metrics})) or "no metrics"
+    return (
+        f"run {run_id} has no best checkpoint: none was measured by {wanted or 'a metric'}; they have {present}. Name "
+        f"one by its step (`trainbus checkpoints ls {run_id}`), or request the run with retention.metric and .mode"
+    )
 
 
 async def _find_champion(connection: Connection, target: str) -> str:
@@ -310,14 +390,14 @@ async def request_repair(
 async def pin_checkpoint(
     connection: Connection, target: str, *, pinned: bool, reason: str
 ) -> checkpoint.CheckpointPinned:
-    """Pin or unpin RUN@STEP and return the fact that says so.
+    """Pin or unpin RUN@STEP, RUN@best or RUN@last and return the fact that says so.
 
     Raises:
         NotFoundError: there is no such checkpoint.
         TrainbusError: the checkpoint service does not answer.
     """
-    if not re.fullmatch(r".+@\d+", target):
-        raise UsageError(f"{target!r}: give RUN@STEP, as in demo@200")
+    if not CheckpointName.parse(target).mark:
+        raise UsageError(f"{target!r}: give RUN@STEP, RUN@best or RUN@last, as in demo@200")
     stored = await find_checkpoint(connection, target)
     run_id, step = stored.commit.run_id, stored.step
     start = await connection.last_sequence(topology.FACTS) + 1

@@ -177,21 +177,34 @@ class AsyncClient:
     ) -> tuple[str, str | None]:
         """Request a new run from a checkpoint of another; return its id and the scheduler's answer, None after 5 s.
 
+        The checkpoint is that of ``step``, the last of ``epoch``, or the one that ``run`` names: RUN@STEP, RUN@best,
+        RUN@last.
+
         Raises:
-            UsageError: not exactly one of ``step`` and ``epoch`` is given.
+            UsageError: the checkpoint is named twice, or not at all.
             NotFoundError: the run has no such checkpoint.
         """
-        if (step is None) == (epoch is None):
-            raise UsageError("give exactly one of step and epoch")
+        run_id, step = await self._find_restorable(run, step, epoch)
+        start = await self.connection.last_sequence(topology.FACTS) + 1
+        request = RestoreRequested(run_id=run_id, step=step, epoch=epoch if step is None else None)
+        event_id = await self.connection.publish_request(request)
+        restored = derive_run_id(event_id)
+        return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
+
+    async def _find_restorable(self, run: RunRef, step: int | None, epoch: int | None) -> tuple[str, int | None]:
+        """Return a run and the step of its checkpoint; None for the last one of ``epoch``."""
+        name = checkpoints.CheckpointName.parse(run) if isinstance(run, str) else None
+        if (step is not None) + (epoch is not None) + bool(name and name.mark) != 1:
+            raise UsageError("name one checkpoint: RUN@best, RUN@last or RUN@STEP, or a step, or an epoch")
+        if name and name.mark:
+            stored = await checkpoints.find_checkpoint(self.connection, f"{name.run}@{name.mark}")
+            return stored.commit.run_id, stored.step
         run_id = await self.find_run(run)
         known = [each.commit.checkpoint for each in await checkpoints.list_checkpoints(self.connection, run_id)]
         if not any(each.step == step or each.epoch == epoch for each in known):
-            steps = ", ".join(str(each.step) for each in known)
+            steps = ", ".join(f"{each.step} (epoch {each.epoch})" for each in known)
             raise NotFoundError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}")
-        start = await self.connection.last_sequence(topology.FACTS) + 1
-        event_id = await self.connection.publish_request(RestoreRequested(run_id=run_id, step=step, epoch=epoch))
-        restored = derive_run_id(event_id)
-        return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
+        return run_id, step
 
     # -- what a run has said -------------------------------------------------------
 
@@ -241,8 +254,8 @@ class AsyncClient:
     ) -> FetchedCheckpoint:
         """Write a checkpoint's files into a new or empty folder, every hash verified.
 
-        ``target`` is a run (its newest checkpoint), RUN@STEP, models:/NAME@champion, a manifest's s3:// address, or an
-        element of ``checkpoints``. ``manifest_sha256`` refuses any other manifest.
+        ``target`` is a run (its newest checkpoint), RUN@STEP, RUN@best, RUN@last, models:/NAME@champion, a manifest's
+        s3:// address, or an element of ``checkpoints``. ``manifest_sha256`` refuses any other manifest.
 
         Raises:
             UsageError: the folder is not empty.

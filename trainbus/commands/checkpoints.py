@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.options import Checkpoint, Json, Run, command
 from trainbus.commands.progress import byte_bar
@@ -24,28 +24,39 @@ app = typer.Typer(
     no_args_is_help=True,
     help="A run's checkpoints: list, verify, pin, fetch and compare them, start a new run from one.",
 )
-PinTarget = Annotated[str, typer.Argument(help="RUN@STEP, as in demo@200.")]
+PinTarget = Annotated[str, typer.Argument(help="RUN@STEP, RUN@best or RUN@last, as in demo@200.")]
 Reason = Annotated[str, typer.Option(help="Why; it is written into the log.")]
 
 
 @command(app)
 async def ls(client: AsyncClient, name: Run, as_json: Json = False) -> None:
-    """List a run's committed checkpoints."""
+    """List a run's committed checkpoints: their metric, and which is the best and which the last."""
+    from trainbus.client.checkpoints import read_ranking
+
     run_id = await client.find_run(name)
     found = await client.checkpoints(run_id)
+    metric, best = await read_ranking(client.connection, run_id, found)
     if as_json:
-        print(render.as_json([each.to_plain() for each in found]))
+        named = {} if metric is None else {"ranked_by": metric.name, "mode": metric.mode}
+        print(
+            render.as_json(
+                [{**each.to_plain(), **named, "best": each is best, "last": each is found[-1]} for each in found]
+            )
+        )
         return
     if not found:
         print(f"run {run_id} has no committed checkpoint")
         return
-    numbers = ("step", "epoch", "samples", "size")
-    table = render.table(*numbers, "exactness", "state", "", "manifest", right=numbers)
+    numbers = ("step", "epoch", "samples", "size", *([] if metric is None else [f"{metric.name} ({metric.mode})"]))
+    table = render.table(*numbers, "", "exactness", "state", right=numbers)
     for each in found:
         ref, commit = each.commit.checkpoint, each.commit
+        value = None if metric is None else each.metrics.get(metric.name)
         table.add_row(
             str(ref.step), str(ref.epoch), f"{ref.samples_consumed:,}", render.size(commit.size_bytes),
-            commit.exactness, (commit.state_digest or "")[:12], _format_marks(each), ref.uri,
+            *([] if metric is None else ["" if value is None else f"{value:.6g}"]),
+            _format_marks(each, best=each is best, last=each is found[-1]),
+            commit.exactness, (commit.state_digest or "")[:12],
         )  # fmt: skip
     render.console().print(table, soft_wrap=True)
 
@@ -82,15 +93,23 @@ async def show(client: AsyncClient, target: Checkpoint, as_json: Json = False) -
     render.console().print(table)
 
 
-def _format_marks(stored: StoredCheckpoint) -> str:
-    marks = {"pinned": stored.pinned, "final": stored.commit.final, "[bold red]rotten[/]": bool(stored.rotten)}
+def _format_marks(stored: StoredCheckpoint, *, best: bool = False, last: bool = False) -> str:
+    marks = {
+        "[bold green]best[/]": best,
+        "last": last,
+        "pinned": stored.pinned,
+        "final": stored.commit.final,
+        "[bold red]rotten[/]": bool(stored.rotten),
+    }
     return " ".join(mark for mark, holds in marks.items() if holds)
 
 
 @command(app)
 async def verify(
     client: AsyncClient,
-    name: Annotated[str | None, typer.Argument(help="A run; default: all of them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="RUN, or one checkpoint: RUN@STEP, RUN@best, RUN@last; default: all.")
+    ] = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Have nodes that still hold a copy write rotten blobs again, and wait.")
     ] = False,
@@ -98,9 +117,9 @@ async def verify(
     as_json: Json = False,
 ) -> None:
     """Read committed checkpoints back from the store and compare every hash; exit 1 if anything is rotten."""
-    from trainbus.client.checkpoints import find_rotten, open_checkpoint_store, read_checkpoints, request_repair
+    from trainbus.client.checkpoints import find_rotten, open_checkpoint_store, request_repair, select_checkpoints
 
-    found = await read_checkpoints(client.connection, *([] if name is None else [await client.find_run(name)]))
+    found = await select_checkpoints(client.connection, name)
     async with open_checkpoint_store(client.address) as objects:
         with byte_bar("reading back", quiet=as_json) as advance:
             rotten = await find_rotten(objects, found, advance)
@@ -186,13 +205,11 @@ async def diff(client: AsyncClient, one: Checkpoint, other: Checkpoint, as_json:
 @command(app)
 async def restore(
     client: AsyncClient,
-    name: Run,
+    name: Annotated[str, typer.Argument(help="RUN@best, RUN@last or RUN@STEP; or RUN with --step or --epoch.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint of this step.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="The last checkpoint of this epoch.")] = None,
 ) -> None:
     """Start a new run from a checkpoint of another."""
-    if (step is None) == (epoch is None):
-        raise UsageError("give exactly one of --step and --epoch")
     restored, answer = await client.restore(name, step=step, epoch=epoch)
     print(f"{restored}  {answer or 'requested; the scheduler has not answered yet'}")
     if answer and answer.startswith("rejected"):

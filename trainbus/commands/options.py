@@ -30,7 +30,7 @@ Run = Annotated[str, typer.Argument(help="A run's id, the unique start of one, o
 Checkpoint = Annotated[
     str,
     typer.Argument(
-        help="RUN (its newest checkpoint), RUN@STEP, models:/NAME@champion, or the s3:// address of a manifest."
+        help="RUN (its newest checkpoint), RUN@best, RUN@STEP, models:/NAME@champion, or a manifest's s3:// address."
     ),
 ]
 Dataset = Annotated[

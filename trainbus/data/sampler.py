@@ -72,6 +72,15 @@ class Sampler:
         """Return the epoch, counted from 1, that the last consumed sample belongs to; 0 before the first."""
         return -(-samples_consumed // self.order.samples)
 
+    def epoch_of_step(self, samples_consumed: int) -> int:
+        """Return the epoch, counted from 1, of the step that consumed up to here; 0 before the first.
+
+        A step that crosses the end of an epoch belongs to the epoch that it ends, as do the validation and the
+        checkpoint that follow it.
+        """
+        ended, beyond = divmod(samples_consumed, self.order.samples)
+        return ended if beyond == 0 or (ended and beyond < self.global_batch) else ended + 1
+
     def _batch(self, samples_consumed: int) -> Ids:
         # A rank with several leaves asks for one batch several times.
         size = self.batch_size(samples_consumed)

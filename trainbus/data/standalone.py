@@ -84,8 +84,8 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch, counted from 1, that the last consumed sample belongs to; 0 before the first."""
-        return self._sampler.epoch(self.samples_consumed)
+        """The epoch, counted from 1, of the last step; 0 before the first. A step belongs to the epoch that it ends."""
+        return self._sampler.epoch_of_step(self.samples_consumed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the iteration is: inside the loop, after the batch in hand. The same on every rank."""

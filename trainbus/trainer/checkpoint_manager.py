@@ -90,6 +90,7 @@ class CheckpointManager:
         self,
         progress: Progress,
         *,
+        epoch: int,
         ema: Mapping[str, Tensor] | None,
         metrics: Mapping[str, float],
         last: bool = False,
@@ -97,6 +98,8 @@ class CheckpointManager:
         hurry: bool = False,
     ) -> None:
         """Start to write the state, and return to training. ``last``: no further step follows in this process.
+
+        ``epoch`` is that of the last step, as everybody counts it; ``progress`` has the last sample's.
 
         With ``hurry`` (a grace period runs) it replaces the checkpoint that is being written, else it waits for that.
         """
@@ -112,7 +115,7 @@ class CheckpointManager:
         self._staging.lay_out(files)
         content = self._content(state, progress)
         self._start_copy(files, at_once=last)
-        place = {"step": progress.step, "epoch": progress.epoch, "samples_consumed": progress.samples_consumed}
+        place = {"step": progress.step, "epoch": epoch, "samples_consumed": progress.samples_consumed}
         folder = self._folder / f"step_{progress.step:08d}-rank_{self._world.rank}"
 
         def work(is_cancelled: Callable[[], bool]) -> None:

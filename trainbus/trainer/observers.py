@@ -113,7 +113,7 @@ class MetricsReporter(StepObserver):
             self._journal.metrics(
                 step,
                 values,
-                epoch=self._sampler.epoch(samples_consumed),
+                epoch=self._sampler.epoch_of_step(samples_consumed),
                 samples_consumed=samples_consumed,
                 total_steps=self._total_steps,
             )

@@ -378,6 +378,7 @@ class Trainer:
         progress.about |= {"world_size": self.world.size, "strategy": self.training.strategy}
         self._checkpoints.save(
             progress,
+            epoch=self.data.sampler.epoch_of_step(progress.samples_consumed),
             ema=self._averages,
             metrics=self._current_metrics(),
             last=last,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from contracts.base import Event
+from contracts.best_checkpoint import RankingMetric, rank_checkpoints
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
@@ -56,18 +56,7 @@ def plan(
 
 def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[CheckpointCommitted]:
     """The best K by metric; of equals the newer. What has no such number is not ranked."""
-
-    def rank(item: tuple[int, CheckpointCommitted]) -> tuple[float, int]:
-        place, commit = item
-        value = commit.metrics[retention.metric]
-        return (-value if retention.mode == "max" else value, -place)
-
-    measured = [
-        (place, commit)
-        for place, commit in enumerate(commits)
-        if math.isfinite(commit.metrics.get(retention.metric, math.nan))
-    ]
-    return [commit for _, commit in sorted(measured, key=rank)[: retention.best]]
+    return rank_checkpoints(commits, RankingMetric(retention.metric, retention.mode))[: retention.best]
 
 
 def pinned_uris(facts: Iterable[CheckpointPinned]) -> set[str]:

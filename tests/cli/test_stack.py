@@ -151,11 +151,35 @@ def test_a_service_needs_little_memory_and_no_torch(up: Up) -> None:
     assert not [each.path for each in process.memory_maps() if "torch" in each.path]
 
 
-def test_a_second_stack_on_the_same_folder_is_refused(up: Up) -> None:
-    second = up.cli("up")
-    assert second.returncode == 1
-    assert "another stack" in second.stderr
-    assert "trainbus down" in second.stderr
+@pytest.mark.parametrize("options", [[], ["-d"]])
+def test_a_second_up_shows_the_stack_that_runs(up: Up, options: list[str]) -> None:
+    second = up.cli("up", *options)
+    assert second.returncode == 0, second.stderr
+    assert f"already up (process {up.info().pid}): 1 nodes of 1 slots" in second.stdout
+    assert up.info().gateway_url in second.stdout
+    assert "trainbus down" in second.stdout
+
+
+def test_any_folder_finds_the_stack(up: Up, tmp_path: Path) -> None:
+    def cli(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainbus", *arguments]
+        given = environment() | variables
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, env=given, cwd=tmp_path)
+
+    assert cli("nodes").returncode == 0
+    (known,) = json.loads(cli("stacks", "--json").stdout)
+    assert (known["name"], Path(known["data_dir"])) == ("data", up.data_dir.resolve())
+    assert cli("nodes", "--stack", "data").returncode == 0
+    unknown = cli("nodes", TRAINBUS_STACK="other")
+    assert unknown.returncode == 2
+    assert "no stack 'other'" in unknown.stderr
+    # A stack of this folder wins, also where it does not run.
+    (tmp_path / ".trainbus").mkdir()
+    (tmp_path / ".trainbus" / "stack.lock").touch()
+    own = cli("nodes")
+    assert own.returncode == 1
+    assert "no stack runs on" in own.stderr
+    assert "--stack" in own.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,7 +198,8 @@ def test_a_second_stack_on_the_same_folder_is_refused(up: Up) -> None:
         (["submit", "."], 2, "say what to run"),
         (["service", "mailer"], 2, "there is no service 'mailer'"),
         (["service", "scheduler"], 2, "up --without scheduler"),
-        (["up", "--without", "mailer"], 1, "another stack"),
+        (["up", "--without", "mailer"], 0, "already up"),
+        (["nodes", "--stack", "data"], 2, "either --stack or --data-dir"),
     ],
 )
 def test_commands_and_their_exit_codes(up: Up, arguments: list[str], code: int, text: str) -> None:

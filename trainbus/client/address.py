@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainbus.client.errors import StackUnreachableError
+from trainbus.client.errors import StackUnreachableError, UsageError
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri, secrets_file
 
 if TYPE_CHECKING:
     from services.kit.settings import Settings
+    from trainbus.embedded.registry import RegisteredStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,62 @@ def find_data_dir(given: Path | None) -> Path:
     return DEFAULT_DATA_DIR
 
 
+def find_named_data_dir(name: str) -> Path:
+    """Return the data folder of the stack of this name that runs on this machine.
+
+    Raises:
+        UsageError: no stack of this name runs.
+    """
+    from trainbus.embedded.registry import list_stacks
+
+    stacks = list_stacks()
+    for each in stacks:
+        if each.name == name:
+            return each.data_dir
+    running = f"these run:\n{_describe_stacks(stacks)}" if stacks else "none runs on this machine: `trainbus up`"
+    raise UsageError(f"no stack {name!r} runs here; {running}")
+
+
+def find_running_data_dir(given: Path | None = None) -> Path:
+    """Return the data folder that a command means: the given one, that of TRAINBUS_STACK, ``.trainbus`` here or above,
+    else that of the only stack that runs on this machine.
+
+    Raises:
+        UsageError: TRAINBUS_STACK names no stack that runs, or several run and none is named.
+    """
+    if given is not None:
+        return given
+    if name := os.environ.get("TRAINBUS_STACK"):
+        return find_named_data_dir(name)
+    here = find_data_dir(None)
+    if (here / "stack.lock").exists():
+        return here
+    from trainbus.embedded.registry import list_stacks
+
+    stacks = list_stacks()
+    if len(stacks) > 1:
+        raise UsageError(f"several stacks run: name one with --stack or TRAINBUS_STACK\n{_describe_stacks(stacks)}")
+    return stacks[0].data_dir if stacks else here
+
+
+def _describe_stacks(stacks: Sequence[RegisteredStack]) -> str:
+    width = max(len(each.name) for each in stacks)
+    return "\n".join(f"  {each.name:{width}}  {each.data_dir}" for each in stacks)
+
+
 def find_address(given: Path | None = None) -> StackAddress:
     """Return the stack of the given data folder, else of TRAINBUS_NATS_URL, else the embedded one that runs here.
 
     Raises:
         StackUnreachableError: no stack runs there.
+        UsageError: several stacks run and none is named.
     """
     if given is None and "TRAINBUS_NATS_URL" in os.environ:
         return _from_environment()
-    data_dir = find_data_dir(given)
+    data_dir = find_running_data_dir(given)
     stack = read_stack(data_dir)
     if stack is None:
-        option = f" --data-dir {given}" if given else ""
-        raise StackUnreachableError(
-            f"no stack runs on {data_dir}: start one with `trainbus up{option}`, or set TRAINBUS_NATS_URL"
-        )
+        raise StackUnreachableError(_describe_absence(data_dir, given))
     keys = json.loads(secrets_file(data_dir).read_text())
     return StackAddress(
         nats_url=stack.nats_url,
@@ -85,6 +128,16 @@ def find_address(given: Path | None = None) -> StackAddress:
         mlflow_uri=mlflow_uri(data_dir),
         data_dir=data_dir.resolve(),
     )
+
+
+def _describe_absence(data_dir: Path, given: Path | None) -> str:
+    """Return the message about a data folder on which no stack runs: how to start one, and which others run."""
+    from trainbus.embedded.registry import list_stacks
+
+    option = f" --data-dir {given}" if given else ""
+    others = list_stacks()
+    more = f"; others run, name one with --stack:\n{_describe_stacks(others)}" if others else ""
+    return f"no stack runs on {data_dir}: start one with `trainbus up{option}`, or set TRAINBUS_NATS_URL{more}"
 
 
 def _from_environment() -> StackAddress:

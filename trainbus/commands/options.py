@@ -25,6 +25,10 @@ DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", help="Data folder of the embedded stack; default: .trainbus here or above."),
 ]
+StackName = Annotated[
+    str | None,
+    typer.Option("--stack", help="Name of a stack that runs on this machine; `trainbus stacks` lists them."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[str, typer.Argument(help="A run's id, the unique start of one, or its name.")]
 Checkpoint = Annotated[
@@ -36,6 +40,21 @@ Checkpoint = Annotated[
 Dataset = Annotated[
     str, typer.Argument(help="A dataset's id or the unique start of one; or the id of an ingestion or run.")
 ]
+
+
+def choose_data_dir(data_dir: Path | None, stack: str | None) -> Path | None:
+    """Return the data folder that ``--data-dir`` or ``--stack`` names, None if neither is given.
+
+    Raises:
+        UsageError: both are given, or no stack of this name runs.
+    """
+    if stack is None:
+        return data_dir
+    if data_dir is not None:
+        raise UsageError("give either --stack or --data-dir")
+    from trainbus.client.address import find_named_data_dir
+
+    return find_named_data_dir(stack)
 
 
 def silence_logs() -> None:
@@ -67,13 +86,13 @@ def command(
 ) -> Callable[[F], F]:
     """Register an async function as a command; the function itself stays as it is.
 
-    Its first parameter is the client, which the command connects to the stack of ``--data-dir``. A number that it
-    returns is the exit code. ``options`` stand for its ``**options``.
+    Its first parameter is the client, which the command connects to the stack of ``--data-dir`` or ``--stack``. A
+    number that it returns is the exit code. ``options`` stand for its ``**options``.
     """
 
     def register(function: F) -> F:
-        def invoke(*, data_dir: Path | None, **given: Any) -> None:
-            if code := with_client(data_dir, lambda client: function(client, **given)):
+        def invoke(*, data_dir: Path | None, stack: str | None, **given: Any) -> None:
+            if code := with_client(choose_data_dir(data_dir, stack), lambda client: function(client, **given)):
                 raise typer.Exit(code)
 
         invoke.__name__, invoke.__doc__ = function.__name__, function.__doc__
@@ -86,7 +105,7 @@ def command(
 
 
 def _parameters(function: Callable[..., Any], options: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Return the parameters of the command line: the function's without its client, and ``--data-dir``."""
+    """Return the parameters of the command line: the function's without its client, and those of the stack."""
     hints = get_type_hints(function, localns={"AsyncClient": Any}, include_extras=True)
     _, *own = inspect.signature(function).parameters.values()
     found = [
@@ -94,7 +113,13 @@ def _parameters(function: Callable[..., Any], options: Sequence[inspect.Paramete
         for each in own
         if each.kind != each.VAR_KEYWORD
     ]
-    found += [*options, inspect.Parameter("data_dir", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=DataDir)]
+    found += [
+        *options,
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in (("data_dir", DataDir), ("stack", StackName))
+        ),
+    ]
     return sorted(found, key=lambda each: each.name == "as_json")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, command, run, with_client
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_client
 from trainbus.commands.times import parse_duration, parse_time
 
 if TYPE_CHECKING:
@@ -56,12 +56,17 @@ def replay(
     log: Log = None,
     limit: Annotated[int, typer.Option(min=0, help="Differences that are shown in full.")] = 20,
     data_dir: DataDir = None,
+    stack: StackName = None,
     as_json: Json = False,
 ) -> None:
     """Make every recorded decision again and compare; exit 0 if all are the same, 1 if not."""
     from trainbus.commands.scheduler_replay import replay_decisions
 
-    raise typer.Exit(_with_log(log, data_dir, lambda facts: replay_decisions(facts, limit=limit, as_json=as_json)))
+    raise typer.Exit(
+        _with_log(
+            log, choose_data_dir(data_dir, stack), lambda facts: replay_decisions(facts, limit=limit, as_json=as_json)
+        )
+    )
 
 
 @app.command(name="what-if")
@@ -93,6 +98,7 @@ def what_if(
     log: Log = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for a chart (PNG).")] = None,
     data_dir: DataDir = None,
+    stack: StackName = None,
     as_json: Json = False,
 ) -> None:
     """Simulate past submissions on other nodes or by another policy; compare waits, use, preemptions and cost."""
@@ -104,7 +110,7 @@ def what_if(
     policies = [load_policy(name, settings or ()) for name in policy or ()]
     if settings and not policies:
         raise UsageError("--set changes a policy: name it with --policy")
-    history = _with_log(log, data_dir, lambda facts: read_history(facts, History(first, last)))
+    history = _with_log(log, choose_data_dir(data_dir, stack), lambda facts: read_history(facts, History(first, last)))
     try:
         compare_scenarios(
             history,

@@ -15,18 +15,18 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from trainbus.client.address import find_address, find_data_dir
+from trainbus.client.address import find_address, find_data_dir, find_running_data_dir
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, run
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
 from trainbus.embedded.launch import (
     StackError,
     StackInfo,
     StackProcess,
-    describe_lock,
     is_locked,
     read_stack,
     stop_stack,
+    wait_stack_ready,
 )
 from trainbus.embedded.layout import (
     AUTOSCALER,
@@ -39,6 +39,7 @@ from trainbus.embedded.layout import (
     s3_keys,
 )
 from trainbus.embedded.process import end_with_parent, run_service
+from trainbus.embedded.registry import list_stacks
 
 app = typer.Typer()
 PANEL = "Stack"
@@ -56,7 +57,10 @@ def up(
         typer.Option("--without", help="Leave out a service or node, to run it yourself: `trainbus service NAME`."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md).")
+        str | None,
+        typer.Option(
+            help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md); default: the last one."
+        ),
     ] = None,
     autoscale: Annotated[
         list[str] | None,
@@ -65,6 +69,9 @@ def up(
     idle_s: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which an idle node of a pool stops; default 600.")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What --stack calls it in other folders; default: the name of this folder.")
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready; `trainbus down` stops it.")
     ] = False,
@@ -72,11 +79,14 @@ def up(
     """Start the embedded stack on this machine: NATS, S3, every service and a few worker nodes."""
     folder = find_data_dir(data_dir)
     if is_locked(folder):
-        raise TrainbusError(describe_lock(folder))
+        _show_running_stack(folder)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
-    options = StackOptions(folder, nodes, slots, tuple(without or ()), policy, tuple(autoscale or ()), idle_s)
+    options = StackOptions(
+        folder, nodes, slots, tuple(without or ()), policy, tuple(autoscale or ()), idle_s, name=name
+    )
     try:
         plan_stack(options, os.environ)
     except InvalidOptionsError as error:
@@ -92,7 +102,9 @@ def up(
             return
         raise TrainbusError(str(error)) from error
     render.console().print(_process_table(info))
+    kept = " (in force since an earlier `up`)" if policy is None and info.policy != "default" else ""
     print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")
+    print(f"the scheduler's policy: {info.policy}{kept}")
     if detach:
         print("`trainbus down` stops it")
         return
@@ -104,6 +116,18 @@ def up(
     code = stack.poll() or 0
     if code and not stopping:
         raise TrainbusError(f"the stack ended by itself (exit code {code})")
+
+
+def _show_running_stack(folder: Path) -> None:
+    """Print that the stack is up already, and where: a second ``up`` changes nothing."""
+    try:
+        info = wait_stack_ready(folder)
+    except StackError as error:
+        raise TrainbusError(str(error)) from error
+    render.console().print(_process_table(info))
+    print(f"already up (process {info.pid}): {info.nodes} nodes of {info.slots} slots; data in {folder}")
+    print(f"the scheduler's policy: {info.policy}")
+    print("`trainbus down` stops it; options of `trainbus up` have effect at its next start")
 
 
 def _stop_on_signals(stack: StackProcess) -> list[int]:
@@ -131,9 +155,33 @@ def _process_table(info: StackInfo) -> Table:
 
 
 @app.command(rich_help_panel=PANEL)
-def down(data_dir: DataDir = None) -> None:
+def stacks(as_json: Json = False) -> None:
+    """List the stacks that run on this machine; `--stack NAME` of any command names one."""
+    found = list_stacks()
+    if as_json:
+        plain = [
+            {"name": each.name, "state": each.info.state, "data_dir": str(each.data_dir), "pid": each.info.pid}
+            | {"gateway_url": each.info.gateway_url, "nats_url": each.info.nats_url, "s3": each.info.s3_endpoint}
+            for each in found
+        ]
+        print(render.as_json(plain))
+        return
+    if not found:
+        print("no stack runs on this machine: start one with `trainbus up`")
+        return
+    table = render.table("name", "state", "nodes", "policy", "gateway", "data")
+    for each in found:
+        info = each.info
+        table.add_row(
+            each.name, info.state, f"{info.nodes} of {info.slots}", info.policy, info.gateway_url, str(each.data_dir)
+        )
+    render.console().print(table)
+
+
+@app.command(rich_help_panel=PANEL)
+def down(data_dir: DataDir = None, stack: StackName = None) -> None:
     """Stop the embedded stack in order; the data stays."""
-    folder = find_data_dir(data_dir)
+    folder = find_running_data_dir(choose_data_dir(data_dir, stack))
     try:
         if not stop_stack(folder):
             raise UsageError(f"no stack runs on {folder}")
@@ -146,11 +194,12 @@ def down(data_dir: DataDir = None) -> None:
 def service(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICE_NAMES)}.")],
     data_dir: DataDir = None,
+    stack: StackName = None,
 ) -> None:
     """Run one service: on the NATS and S3 that TRAINBUS_* name, else in the embedded stack that left it out."""
     if name not in SERVICE_NAMES:
         raise UsageError(f"there is no service {name!r}; there are {', '.join(SERVICE_NAMES)}")
-    _join_stack(name, data_dir)
+    _join_stack(name, choose_data_dir(data_dir, stack))
     raise typer.Exit(run_service(name))
 
 
@@ -161,7 +210,7 @@ def _join_stack(name: str, data_dir: Path | None) -> None:
     """
     if data_dir is None and "TRAINBUS_NATS_URL" in os.environ:
         return
-    folder = find_data_dir(data_dir)
+    folder = find_running_data_dir(data_dir)
     stack = read_stack(folder)
     if stack is None:
         return
@@ -192,30 +241,31 @@ def demo(
 
 
 @app.command(rich_help_panel=PANEL)
-def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+def doctor(data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
     """Check what this machine lacks and what does not answer, and print the remedy."""
     from trainbus.commands.doctor import print_results
 
-    raise typer.Exit(print_results(data_dir, as_json=as_json))
+    raise typer.Exit(print_results(choose_data_dir(data_dir, stack), as_json=as_json))
 
 
 @app.command(rich_help_panel=PANEL)
 def ui(
     data_dir: DataDir = None,
+    stack: StackName = None,
     port: Annotated[int, typer.Option(help="Port for MLflow's page.")] = 5000,
 ) -> None:
     """Serve MLflow's pages on the embedded stack's runs, and print the address of the gateway's page."""
-    folder = find_data_dir(data_dir)
-    stack = read_stack(folder)
+    folder = find_running_data_dir(choose_data_dir(data_dir, stack))
+    info = read_stack(folder)
     if not (folder / "mlflow" / "mlflow.db").exists():
         raise TrainbusError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
-    if stack is not None:
-        print(f"the gateway's page: {stack.gateway_url}/")
+    if info is not None:
+        print(f"the gateway's page: {info.gateway_url}/")
     print(f"MLflow's page:      http://127.0.0.1:{port}/   (Ctrl-C stops it)", flush=True)
     access_key, secret_key = s3_keys(folder)
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
-    if stack is not None:
-        environment["MLFLOW_S3_ENDPOINT_URL"] = stack.s3_endpoint
+    if info is not None:
+        environment["MLFLOW_S3_ENDPOINT_URL"] = info.s3_endpoint
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
     command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
@@ -238,12 +288,13 @@ def replay(
         str | None, typer.Option("--from", help="A sequence number of FACTS, or an ISO 8601 time.")
     ] = None,
     data_dir: DataDir = None,
+    stack: StackName = None,
     as_json: Json = False,
 ) -> None:
     """Rebuild the gateway's read model from the log."""
     from services.gateway.rebuild import rebuild
 
-    address = find_address(data_dir)
+    address = find_address(choose_data_dir(data_dir, stack))
     settings = address.settings()
     if address.data_dir is not None:
         settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -41,6 +40,8 @@ class StackInfo:
     nodes: int
     slots: int
     processes: list[dict[str, Any]]
+    #: The policy of its scheduler, by name.
+    policy: str = "default"
 
     @property
     def ready(self) -> bool:
@@ -55,7 +56,7 @@ def read_stack(data_dir: Path) -> StackInfo | None:
         return None
     if not is_locked(data_dir):
         return None
-    names = [each.name for each in fields(StackInfo) if each.name != "data_dir"]
+    names = [each.name for each in fields(StackInfo) if each.name in content]
     return StackInfo(data_dir.resolve(), **{name: content[name] for name in names})
 
 
@@ -67,6 +68,10 @@ def _describe_unready(info: StackInfo | None) -> str:
 
 def is_locked(data_dir: Path) -> bool:
     """Whether a supervisor holds the data folder."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: a client works there, an embedded stack does not
+        return False
     with contextlib.suppress(OSError), (data_dir / "stack.lock").open("r") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -122,7 +127,7 @@ class StackProcess:
         return self._supervisor.poll()
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> StackInfo:
-        """Wait until every service is ready.
+        """Wait until every service is ready and return the stack.
 
         Raises:
             StackError: another stack is on the data folder, or a part does not start.
@@ -174,6 +179,23 @@ class StackProcess:
 
     def _output_tail(self) -> str:
         return "" if self._output is None else f":\n{read_tail(self._output, 20)}"
+
+
+def wait_stack_ready(data_dir: Path, timeout_s: float = READY_TIMEOUT_S) -> StackInfo:
+    """Wait until the stack that another process started on a data folder is ready, and return it.
+
+    Raises:
+        StackError: it ended, or is not ready in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while is_locked(data_dir):
+        info = read_stack(data_dir)
+        if info is not None and info.ready:
+            return info
+        if time.monotonic() > deadline:
+            raise StackError(f"the stack on {data_dir} is not ready after {timeout_s:.0f} s{_describe_unready(info)}")
+        time.sleep(0.05)
+    raise StackError(f"the stack on {data_dir} has just stopped: start it again with `trainbus up`")
 
 
 def stop_stack(data_dir: Path, patience_s: float = 60.0) -> bool:

@@ -7,7 +7,7 @@ Everything of one stack is under its data folder::
     ports.json     the ports, which stay the same at the next start
     logs/          one file per service
     nats/ s3/ mlflow/ gateway/ node-0/ ...
-    policy.json    the scheduler's policy, if one was given
+    policy.json    the scheduler's policy, if it is not the default one
     autoscaler/nodes/  a file for each node that the autoscaler wants
 """
 
@@ -52,14 +52,16 @@ class StackOptions:
     slots: int = 2
     #: Names of units that are not started: the user runs them.
     without: tuple[str, ...] = ()
-    #: A policy's name or file; None: the default one.
+    #: A policy's name or file; None: the one of the last start, at first the default one.
     policy: str | None = None
-    #: Pools whose nodes start and stop as runs need them: ``NAME=MAX``. Empty: the policy's pools, if it has any.
+    #: Pools whose nodes start and stop as runs need them: ``NAME=MAX``. They join the policy's pools, if it has any.
     autoscale: tuple[str, ...] = ()
     #: Seconds after which an idle node of such a pool stops; None: the policy's.
     idle_s: float | None = None
     #: Seconds that workers have to complete checkpoints when the stack stops.
     grace_s: float = 20.0
+    #: What ``--stack`` knows it by; None: the name of its folder.
+    name: str | None = None
 
 
 class InvalidOptionsError(ValueError):
@@ -250,24 +252,36 @@ def _policy_settings(data: Path) -> dict[str, str]:
     return {"TRAINBUS_POLICY": str(path)} if path.exists() else {}
 
 
+def policy_name(data_dir: Path) -> str:
+    """Return the name of the policy that the scheduler starts with."""
+    path = policy_file(data_dir.resolve())
+    return str(json.loads(path.read_text()).get("name") or "default") if path.exists() else "default"
+
+
 def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
     """Write the scheduler's policy file; return the scheduler's settings, and whether nodes start and stop with demand.
+
+    Without a policy in the options, the file of the last start stays: quotas must not vanish with a restart.
 
     Raises:
         InvalidOptionsError: there is no such policy, or the policy or a pool is not valid.
     """
     path = policy_file(options.data_dir.resolve())
-    if options.policy is None and not options.autoscale:
-        path.unlink(missing_ok=True)
+    if options.policy is None and not path.exists() and not options.autoscale:
         return {}, False
     # Imported here: the scheduler's modules take a moment to load.
     from contracts.scheduling import Policy
     from services.scheduler import policies
 
+    if options.policy == policies.DEFAULT and not options.autoscale:
+        path.unlink(missing_ok=True)
+        return {}, False
     try:
-        policy = policies.load(options.policy or policies.DEFAULT).model_dump(mode="json")
-        pools = policy["pools"]
-        pools["pools"] = [*pools["pools"], *(_parse_pool(text, options.slots) for text in options.autoscale)]
+        base = options.policy or (str(path) if path.exists() else policies.DEFAULT)
+        policy = policies.load(base).model_dump(mode="json")
+        pools, given = policy["pools"], [_parse_pool(text, options.slots) for text in options.autoscale]
+        names = {pool["name"] for pool in given} if options.policy is None else set()
+        pools["pools"] = [*(pool for pool in pools["pools"] if pool["name"] not in names), *given]
         if options.idle_s is not None:
             pools["idle_s"] = options.idle_s
         checked = Policy.model_validate(policy)

@@ -22,8 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from trainbus.embedded import process
-from trainbus.embedded.layout import BUCKETS, WORKER, Layout, StackOptions, Unit, plan_stack, stack_file, write_json
+from trainbus.embedded import process, registry
+from trainbus.embedded.layout import (
+    BUCKETS,
+    WORKER,
+    Layout,
+    StackOptions,
+    Unit,
+    plan_stack,
+    policy_name,
+    stack_file,
+    write_json,
+)
 from trainbus.embedded.servers import Server, ServerError, read_tail
 
 #: Exit codes of the supervisor.
@@ -132,6 +142,14 @@ class Supervisor:
             self.children.append(child)
             self._start(child)
         self._write_state()
+        self._register()
+
+    def _register(self) -> None:
+        """Make the stack known to commands in other folders; a folder that cannot be written stops nothing."""
+        try:
+            registry.register(self.layout.data_dir, self.layout.options.name)
+        except OSError as error:
+            print_status(f"commands in other folders do not find this stack: {error}")
 
     def _start(self, child: Child) -> None:
         child.pid, child.started_at, child.start_again_at, child.ready = child.start(), time.monotonic(), None, False
@@ -238,6 +256,7 @@ class Supervisor:
                 "mlflow_tracking_uri": self.layout.mlflow_uri,
                 "nodes": self.layout.options.nodes,
                 "slots": self.layout.options.slots,
+                "policy": policy_name(self.layout.data_dir),
                 "processes": [
                     {
                         "name": child.name,
@@ -266,6 +285,8 @@ class Supervisor:
             server.stop()
         left = process.end_all(lambda: process.descendants(os.getpid()))
         stack_file(self.layout.data_dir).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            registry.unregister(self.layout.data_dir)
         more = f", {left} leftover processes ended" if left else ""
         print_status(
             f"stopped in {time.monotonic() - started_at:.1f} s{more}; the data stays in {self.layout.data_dir}"

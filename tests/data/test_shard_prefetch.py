@@ -58,12 +58,12 @@ class Agent:
                 with self.arrived:
                     self.received.append(line)
                     self.arrived.notify_all()
-                if line["kind"] == "want":
+                if line["kind"] == "shard_request":
                     problem = self._answer()
                     if problem is None:
                         connection.shutdown(socket.SHUT_RDWR)
                         return
-                    answer = {"kind": "shard", "shard": line["shard"], "problem": problem}
+                    answer = {"kind": "shard_reply", "shard": line["shard"], "problem": problem}
                     connection.sendall(json.dumps(answer).encode() + b"\n")
 
     def wait_for(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
@@ -120,8 +120,8 @@ def test_a_rank_waits_until_the_shard_arrives(tmp_path: Path, agent: Callable[..
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path, rank=3, generation=2, waits=waits)
     waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
     waiting.start()
-    (want,) = stub.wait_for("want")
-    assert want == {"kind": "want", "rank": 3, "generation": 2, "shard": SHARD.path}
+    (want,) = stub.wait_for("shard_request")
+    assert want == {"kind": "shard_request", "rank": 3, "generation": 2, "shard": SHARD.path}
     assert waiting.is_alive()
     coming.set()
     waiting.join(90)
@@ -165,14 +165,14 @@ def test_a_restarted_agent_receives_the_request_again(tmp_path: Path, agent: Cal
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
     waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
     waiting.start()
-    first.wait_for("want", 2)
+    first.wait_for("shard_request", 2)
     first.close()
 
     def answer() -> str:
         place(tmp_path)
         return ""
 
-    agent(answer).wait_for("want")
+    agent(answer).wait_for("shard_request")
     waiting.join(90)
     assert not waiting.is_alive()
 
@@ -187,7 +187,7 @@ def test_a_shard_evicted_before_it_is_opened_is_requested_again(tmp_path: Path, 
 
     stub = agent(answer)
     ShardPrefetcher(tmp_path / "s", tmp_path).wait(SHARD)
-    assert len(stub.wait_for("want")) == 3
+    assert len(stub.wait_for("shard_request")) == 3
 
 
 def test_without_an_agent_a_wait_ends(tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_the_plan_is_sent_again_to_a_new_agent(tmp_path: Path, agent: Callable[.
     arrival.set_plan("train", plan.needs)
     assert stub.received == []
     arrival.set_position(0)
-    (line,) = stub.wait_for("plan")
+    (line,) = stub.wait_for("read_plan")
     assert (line["rank"], line["split"], line["at"]) == (1, "train", 0)
     assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(0, 800)]
     assert {shard for shard, _, _ in line["needs"]} == set(range(8))
     stub.close()
     arrival.set_position(100)
-    (line,) = agent().wait_for("plan")
+    (line,) = agent().wait_for("read_plan")
     assert line["at"] == 100
     assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(100, 800)]
     arrival.close()
@@ -236,13 +236,13 @@ def test_the_position_is_reported_and_the_plan_only_at_its_end(tmp_path: Path, a
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
     arrival.set_plan("train", of)
     arrival.set_position(0)
-    assert len(stub.wait_for("plan")[0]["needs"]) == MAX_NEEDS
+    assert len(stub.wait_for("read_plan")[0]["needs"]) == MAX_NEEDS
     arrival.set_position(1000)
-    second = stub.wait_for("plan", 2)[1]
+    second = stub.wait_for("read_plan", 2)[1]
     assert (second["at"], second["needs"]) == (1000, None)
     assert second["per_s"] > 0
     arrival.set_position(60 * MAX_NEEDS)
-    third = stub.wait_for("plan", 3)[2]
+    third = stub.wait_for("read_plan", 3)[2]
     assert third["needs"][0][0] == 60 * MAX_NEEDS // 100
     assert len(third["needs"]) == MAX_NEEDS
     arrival.close()

@@ -10,8 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Each stamp says that a step was done with the files it depends on.
 INSTALLED := .venv/.installed
 DEEPSPEED := .venv/.deepspeed
+INTEGRATIONS := .venv/.integrations
 
-.PHONY: run check test fuzz lint install deepspeed lock up clean help
+.PHONY: run check test fuzz lint install deepspeed integrations lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +24,7 @@ run: $(INSTALLED)
 up: $(INSTALLED)
 	@$(BIN)/trainbus up
 
-test: $(INSTALLED) $(DEEPSPEED)
+test: $(INSTALLED) $(DEEPSPEED) $(INTEGRATIONS)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint
@@ -43,6 +44,7 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 deepspeed: $(DEEPSPEED)
+integrations: $(INTEGRATIONS)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,6 +59,10 @@ $(DEEPSPEED): $(INSTALLED) requirements-deepspeed.lock
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation -r requirements-deepspeed.lock
 	@touch $@
 
+$(INTEGRATIONS): $(INSTALLED) requirements-integrations.lock
+	$(PIP) install --quiet -r requirements-integrations.lock
+	@touch $@
+
 # The newest versions that pyproject.toml allows, in an environment of their own; then the lock files from them.
 lock:
 	rm -rf build/lock
@@ -64,6 +70,7 @@ lock:
 	build/lock/bin/python -m pip install --quiet --upgrade setuptools wheel
 	build/lock/bin/python -m pip install --quiet -e .[dev]
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build/lock/bin/python -m pip install --quiet --no-build-isolation -e .[deepspeed]
+	build/lock/bin/python -m pip install --quiet -e .[integrations]
 	build/lock/bin/python .ci/lock.py
 	rm -rf build/lock
 

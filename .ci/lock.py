@@ -64,8 +64,9 @@ def main() -> None:
     write(root / "requirements.lock", "Everything that trainbus and its tests need.", main_pins)
     run = [text for text in project["dependencies"] if canonicalize_name(Requirement(text).name) not in SERVERS]
     write(root / "requirements-image.lock", "What services and workers in containers need.", closure([*BUILD, *run]))
-    deepspeed = {name: pin for name, pin in closure(extras["deepspeed"]).items() if name not in main_pins}
-    write(root / "requirements-deepspeed.lock", "The optional extra: on top of requirements.lock.", deepspeed)
+    for extra in ("deepspeed", "integrations"):
+        pins = {name: pin for name, pin in closure(extras[extra]).items() if name not in main_pins}
+        write(root / f"requirements-{extra}.lock", "The optional extra: on top of requirements.lock.", pins)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ NOUNS = {
         "embedding",
         "evaluation",
         "feed",
+        "lightning",
         "ring",
         "scheduling",
         "seed",

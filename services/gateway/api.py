@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
@@ -20,9 +24,11 @@ from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
 from services.gateway.instrument import Instrument, SameSite
+from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
+from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
 from services.kit.service import Service
@@ -32,11 +38,15 @@ Key = Annotated[
 ]
 LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, description="go on after this event")]
 Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
+#: A time before now, as ``since`` takes it.
+AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+Text = Annotated[str | None, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=500)]
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
 
 
-def build_api(service: Service, projection: Projection) -> FastAPI:
+def build_api(service: Service, projection: Projection, settings: GatewaySettings) -> FastAPI:
     """The application: everything it does goes through the bus or the read model."""
     app = FastAPI(
         title="trainbus",
@@ -54,7 +64,7 @@ def build_api(service: Service, projection: Projection) -> FastAPI:
     app.include_router(_requests(commands, projection))
     app.include_router(_run_routes(commands, projection))
     app.include_router(_stream_routes(service, projection))
-    app.include_router(_catalog_routes(projection))
+    app.include_router(_catalog_routes(projection, settings))
     return app
 
 
@@ -152,6 +162,20 @@ async def _json_body(request: Request) -> bytes:
     return bytes(body)
 
 
+def _since_s(since: str | None) -> float | None:
+    """Return the time that ``since`` names, in seconds since the epoch."""
+    if since is None:
+        return None
+    if age := AGE.fullmatch(since):
+        return time.time() - float(age["count"]) * SECONDS[age["unit"]]
+    try:
+        moment = datetime.fromisoformat(since)
+    except ValueError as error:
+        message = f"since: {since!r} is neither a time like 2026-01-31T12:00:00Z nor an age like 90s, 10m, 2h or 7d"
+        raise HTTPException(422, message) from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
 def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     """What is known of runs."""
     router, store = APIRouter(), projection.store
@@ -159,15 +183,28 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     @router.get("/training-runs", response_model=views.RunPage)
     async def get_runs(
         state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
+        user: Text = None,
+        team: Text = None,
+        model: Text = None,
         name: Annotated[str | None, Query(max_length=200, description="part of the name")] = None,
+        q: Annotated[
+            str | None,
+            Query(max_length=200, description="part of the name, user, team or model, or the beginning of the id"),
+        ] = None,
+        since: Annotated[
+            str | None, Query(max_length=40, description="a time (2026-01-31T12:00:00Z) or an age: 90s, 10m, 2h, 7d")
+        ] = None,
         limit: Limit = 50,
         cursor: str | None = None,
+        counts: Annotated[bool, Query(description="add how many runs each state, user, team and model has")] = False,
     ) -> views.RunPage:
         """Runs, newest first."""
         states = [s for given in state or [] for s in given.split(",") if s]
         if unknown := set(states) - set(STATES):
             raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
-        return await queries.list_runs(store, states=states, name=name, limit=limit, cursor=cursor)
+        wanted = queries.RunFilter(tuple(states), user, team, model, name, q, _since_s(since))
+        page = await queries.list_runs(store, wanted, limit=limit, cursor=cursor)
+        return page.model_copy(update={"counts": await queries.count_runs(store, wanted)}) if counts else page
 
     @router.get("/training-runs/{run}", response_model=views.RunDetail)
     async def get_run(run: str) -> views.RunDetail:
@@ -236,14 +273,19 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         return views.Metrics(batches=batches, last_event_id=last)
 
     @router.get("/training-runs/{run}/logs", response_model=views.Logs)
-    async def get_logs(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+    async def get_logs(
+        run: str,
+        follow: Follow = True,
+        last_event_id: LastEventId = 0,
+        tail: Annotated[int | None, Query(ge=1, description="without follow: about this many last lines")] = None,
+    ) -> Any:
         """Output lines of all ranks as server-sent events ``log``."""
         row = await find(projection, run)
         subject = subjects.log(row["run_id"])
         if follow:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
         batches, last = await read_stored(topology.LOGS.name, subject, last_event_id, _encode_log)
-        return views.Logs(batches=batches, last_event_id=last)
+        return views.Logs(batches=_last_batches(batches, tail) if tail else batches, last_event_id=last)
 
     @router.get("/training-runs/{run}/events", response_model=views.Facts)
     async def get_events(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
@@ -272,6 +314,15 @@ def _encode_log(item: Message[RunLog]) -> tuple[str, views.LogBatch]:
     return "log", views.LogBatch.model_validate(item.event.model_dump())
 
 
+def _last_batches(batches: list[views.LogBatch], lines: int) -> list[views.LogBatch]:
+    """Return the last batches that together hold ``lines`` lines."""
+    kept = len(batches)
+    while kept and lines > 0:
+        kept -= 1
+        lines -= len(batches[kept].lines)
+    return batches[kept:]
+
+
 def _encode_fact(item: Message[Any]) -> tuple[str, views.Fact]:
     return item.event.fact, views.Fact.model_validate(views.timeline_fields(event_row(item)))
 
@@ -279,8 +330,14 @@ def _encode_fact(item: Message[Any]) -> tuple[str, views.Fact]:
 # -- nodes, datasets, models, the page and what operators look at -----------------
 
 
-def _catalog_routes(projection: Projection) -> APIRouter:
+def _catalog_routes(projection: Projection, settings: GatewaySettings) -> APIRouter:
     router, store = APIRouter(), projection.store
+    version = metadata.version("trainbus")
+
+    @router.get("/about", response_model=views.About)
+    async def get_about() -> views.About:
+        """The version, and where MLflow's pages are."""
+        return views.About(version=version, mlflow_url=await find_mlflow_url(settings))
 
     @router.get("/nodes", response_model=views.Nodes)
     async def get_nodes() -> views.Nodes:

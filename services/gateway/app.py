@@ -65,7 +65,7 @@ def build(settings: Settings) -> Gateway:
 
 def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) -> None:
     config = uvicorn.Config(
-        build_api(service, projection),
+        build_api(service, projection, settings),
         log_config=None,
         access_log=False,
         lifespan="off",

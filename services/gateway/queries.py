@@ -7,6 +7,7 @@ import binascii
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,6 +20,10 @@ from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES,
 Row = Mapping[Any, Any]
 #: Runs named in the answer to an ambiguous prefix.
 MAX_CANDIDATES = 10
+#: What runs are counted by, and how many values of each are named: the most frequent ones.
+COUNTED_COLUMNS = ("state", "user", "team", "model")
+MAX_COUNTED_VALUES = 100
+SEARCHED_COLUMNS = ("name", "user", "team", "model")
 
 
 #: Runs with how far they are.
@@ -59,27 +64,66 @@ async def find_run(store: Store, reference: str) -> Row:
     raise NotFound(f"no run has the id, the name or the beginning of an id {reference!r}")
 
 
-async def list_runs(
-    store: Store, *, states: list[str], name: str | None, limit: int, cursor: str | None
-) -> views.RunPage:
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """Which runs are listed. An empty field leaves nothing out."""
+
+    states: tuple[str, ...] = ()
+    user: str | None = None
+    team: str | None = None
+    model: str | None = None
+    #: Part of the name.
+    name: str | None = None
+    #: Part of the name, the user, the team or the model, or the beginning of the id.
+    text: str | None = None
+    #: Seconds since the epoch: runs requested from then on.
+    since_s: float | None = None
+
+    def conditions(self, without: str = "") -> list[sa.ColumnElement[bool]]:
+        """Return the conditions in SQL, but for those on the column ``without``."""
+        exact = {"user": self.user, "team": self.team, "model": self.model}
+        found = [RUNS.c[column] == value for column, value in exact.items() if value and column != without]
+        if self.states and without != "state":
+            found.append(RUNS.c.state.in_(self.states))
+        if self.since_s is not None:
+            found.append(RUNS.c.requested_at >= self.since_s)
+        if self.name:
+            found.append(RUNS.c.name.icontains(self.name, autoescape=True))
+        if self.text:
+            parts = [
+                RUNS.c[column].icontains(self.text, autoescape=True) for column in ("name", "user", "team", "model")
+            ]
+            found.append(sa.or_(*parts, RUNS.c.run_id.startswith(self.text, autoescape=True)))
+        return found
+
+
+async def list_runs(store: Store, wanted: RunFilter, *, limit: int, cursor: str | None) -> views.RunPage:
     """Runs, newest first."""
     newest_first = (RUNS.c.requested_at.desc(), RUNS.c.run_id.desc())
-    query = RUNS_AND_PROGRESS.order_by(*newest_first).limit(limit + 1)
-    if states:
-        query = query.where(RUNS.c.state.in_(states))
-    if name:
-        query = query.where(RUNS.c.name.contains(name, autoescape=True))
+    # The ids come from an index alone; only the rows of one page are read whole.
+    ids = sa.select(RUNS.c.run_id).where(*wanted.conditions()).order_by(*newest_first).limit(limit + 1)
     if cursor:
         time_s, run_id = _read_cursor(cursor)
         earlier = sa.or_(RUNS.c.requested_at < time_s, sa.and_(RUNS.c.requested_at == time_s, RUNS.c.run_id < run_id))
-        query = query.where(earlier)
-    rows = await store.fetch(query)
+        ids = ids.where(earlier)
+    rows = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id.in_(ids)).order_by(*newest_first))
     more = len(rows) > limit
     rows = rows[:limit]
     return views.RunPage(
         runs=[views.RunSummary.model_validate(views.run_fields(row)) for row in rows],
         next_cursor=_cursor(rows[-1]) if more else None,
     )
+
+
+async def count_runs(store: Store, wanted: RunFilter) -> dict[str, dict[str, int]]:
+    """How many runs each state, user, team and model has; each under the other conditions of the filter."""
+    found: dict[str, dict[str, int]] = {}
+    for name in COUNTED_COLUMNS:
+        column, runs = RUNS.c[name], sa.func.count().label("runs")
+        query = sa.select(column, runs).where(column.is_not(None), *wanted.conditions(without=name)).group_by(column)
+        rows = await store.fetch(query.order_by(runs.desc(), column).limit(MAX_COUNTED_VALUES))
+        found[name] = {row[name]: row["runs"] for row in rows}
+    return found
 
 
 async def run_detail(store: Store, row: Row) -> views.RunDetail:

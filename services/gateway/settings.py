@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr
 
 from services.kit.settings import Settings
@@ -15,6 +17,13 @@ class GatewaySettings(Settings):
     gateway_port: int = Field(8080, ge=0, le=65535)
     #: SQLAlchemy URL (``postgresql+asyncpg://...``). None: a SQLite file in ``data_dir``.
     gateway_database_url: SecretStr | None = None
+    #: Where browsers reach MLflow's pages (``http://...``). None: where ``trainbus ui`` serves them.
+    mlflow_url: str | None = Field(None, pattern="^https?://")
+
+    @property
+    def mlflow_url_file(self) -> Path:
+        """Return the file in which ``trainbus ui`` leaves the address of MLflow's pages while it serves them."""
+        return self.data_dir / "mlflow-url"
 
     @property
     def database_url(self) -> str:

@@ -28,7 +28,7 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 log = structlog.get_logger(__name__)
 
 #: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
@@ -73,7 +73,16 @@ def _type(hint: Any) -> tuple[Any, ...]:
     return (simple.get(hint, sa.JSON(none_as_null=True)),)
 
 
-RUNS = _table("runs", Run, ("run_id",), [("state",), ("requested_at", "run_id"), ("name",)])
+RUNS = _table(
+    "runs",
+    Run,
+    ("run_id",),
+    [
+        ("requested_at", "run_id"),
+        ("name",),
+        *((column, "requested_at", "run_id") for column in ("state", "user", "team", "model")),
+    ],
+)
 PROGRESS = _table("progress", Progress, ("run_id",))
 CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
 NODES = _table("nodes", Node, ("node_id",))

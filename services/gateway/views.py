@@ -129,6 +129,8 @@ class RunPage(View):
 
     runs: list[RunSummary]
     next_cursor: str | None = None
+    #: With ``counts=true``: column (state, user, team, model) -> value -> how many runs have it.
+    counts: dict[str, dict[str, int]] | None = None
 
 
 class TimelineEntry(View):
@@ -245,6 +247,13 @@ class Node(View):
     machine_digest: str
     #: Runs that hold slots here.
     runs: list[str]
+
+
+class About(View):
+    """What a page needs to know of the stack: its version, and where MLflow's pages are, if they are served."""
+
+    version: str
+    mlflow_url: str | None
 
 
 class Nodes(View):

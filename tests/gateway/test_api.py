@@ -14,6 +14,8 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import RunAccepted, RunLog, RunQueued, RunWaiting
 from contracts.events.train import CancelRequested, RestoreRequested
 from services.gateway import commands
+from services.gateway.mlflow_pages import find_mlflow_url
+from services.gateway.settings import GatewaySettings
 from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
 from tests.kit.support import until
@@ -124,7 +126,7 @@ async def test_a_whole_life(gateway: Running, bus: Bus) -> None:
     assert run["slots"] == {"min": 1, "max": 4, "got": 2, "wanted": 4}
     assert run["last_checkpoint"]["step"] == 40
     assert run["metrics"]["test/accuracy"] == 0.97
-    assert "2 slots on n1[0,1], from step 20" in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
+    assert "on 2 slots of n1, from its checkpoint of step 20" in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
     listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig"})
     assert [r["run_id"] for r in listed["runs"]] == [RUN]
     assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [20, 40]
@@ -169,6 +171,12 @@ async def test_logs(gateway: Running, bus: Bus) -> None:
         await publish(bus, RunLog(run_id=RUN, generation=1, rank=rank, offset=0, lines=(f"hello from {rank}",)))
     events = await read_sse(gateway, f"/training-runs/{RUN}/logs")
     assert [json.loads(e["data"])["lines"] for e in events[:-1]] == [["hello from 0"], ["hello from 1"]]
+    both = ["hello from 0", "hello from 1"]
+    for tail, expected in [(1, both[1:]), (2, both), (9, both)]:
+        logs = await gateway.get(f"/training-runs/{RUN}/logs", params={"follow": False, "tail": tail})
+        assert [line for batch in logs["batches"] for line in batch["lines"]] == expected
+        newer = {"Last-Event-ID": str(logs["last_event_id"])}
+        assert not (await gateway.get(f"/training-runs/{RUN}/logs?follow=false", headers=newer))["batches"]
 
 
 async def test_references(gateway: Running, bus: Bus) -> None:
@@ -200,6 +208,80 @@ async def test_pages_by_cursor(gateway: Running, bus: Bus) -> None:
     assert seen == ids[::-1]
     assert (await gateway.client.get("/training-runs", params={"cursor": "bad"})).status_code == 422
     assert (await gateway.client.get("/training-runs", params={"state": "lost"})).status_code == 422
+
+
+#: Run id -> what it is.
+LISTED_RUNS: dict[str, dict[str, Any]] = {
+    "ra1": {"name": "Digits CNN", "user": "ada", "team": "vision", "model": "digits"},
+    "ra2": {"name": "digits mlp", "user": "ada", "team": "vision"},
+    "rb1": {"name": "tokens", "user": "bob", "team": "text", "model": "lm"},
+    "rb2": {"name": "100%", "user": "bob"},
+}
+#: Query -> the runs of the answer.
+FILTERS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["rb2", "rb1", "ra2", "ra1"]),
+    ({"user": "ada"}, ["ra2", "ra1"]),
+    ({"user": "ad"}, []),
+    ({"team": "text"}, ["rb1"]),
+    ({"model": "digits"}, ["ra1"]),
+    ({"name": "digits"}, ["ra2", "ra1"]),
+    ({"name": "%"}, ["rb2"]),
+    ({"q": "VISION"}, ["ra2", "ra1"]),
+    ({"q": "ra"}, ["ra2", "ra1"]),
+    ({"q": "tok", "user": "ada"}, []),
+    ({"state": "queued"}, ["rb1"]),
+    ({"state": ["queued", "rejected"]}, ["rb1"]),
+    ({"state": "accepted", "user": "bob"}, ["rb2"]),
+    ({"since": "1h"}, ["rb2", "rb1", "ra2", "ra1"]),
+    ({"since": "2999-01-01T00:00:00Z"}, []),
+    ({"since": "2999-01-01"}, []),
+]
+
+
+async def publish_listed(gateway: Running, bus: Bus) -> None:
+    for run_id, given in LISTED_RUNS.items():
+        spec = SPEC.model_copy(update=given)
+        await publish(bus, RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="t"))
+    await publish(bus, RunQueued(run_id="rb1", next_generation=1))
+    await gateway.client.get("/training-runs/none")  # waits until all of the above is in
+
+
+async def test_filters_of_runs(gateway: Running, bus: Bus) -> None:
+    await publish_listed(gateway, bus)
+    for query, expected in FILTERS:
+        page = await gateway.get("/training-runs", params=query)
+        assert ([run["run_id"] for run in page["runs"]], page["counts"]) == (expected, None), query
+    for since in ("yesterday", "3w", "99999999999999d", "0000-01-01"):
+        answer = await gateway.client.get("/training-runs", params={"since": since})
+        assert (answer.status_code, "90s, 10m, 2h or 7d" in answer.json()["detail"]) == (422, True), since
+
+
+async def test_counts_of_runs_follow_the_other_filters(gateway: Running, bus: Bus) -> None:
+    await publish_listed(gateway, bus)
+    everything = (await gateway.get("/training-runs", params={"counts": True, "limit": 1}))["counts"]
+    assert everything == {
+        "state": {"accepted": 3, "queued": 1},
+        "user": {"ada": 2, "bob": 2},
+        "team": {"vision": 2, "text": 1},
+        "model": {"digits": 1, "lm": 1},
+    }
+    of_bob = (await gateway.get("/training-runs", params={"counts": True, "user": "bob", "state": "queued"}))["counts"]
+    assert of_bob == {
+        "state": {"accepted": 1, "queued": 1},
+        "user": {"bob": 1},
+        "team": {"text": 1},
+        "model": {"lm": 1},
+    }
+
+
+async def test_address_of_mlflow(gateway: Running, gateway_settings: GatewaySettings) -> None:
+    url = f"http://127.0.0.1:{gateway.service.gateway_port}"  # some server that accepts connections
+    assert (await gateway.get("/about"))["mlflow_url"] is None
+    for content, expected in [(url, url), ("http://127.0.0.1:1", None), ("javascript:alert(1)", None), ("", None)]:
+        gateway_settings.mlflow_url_file.write_text(content)
+        assert (await gateway.get("/about"))["mlflow_url"] == expected, content
+    given = gateway_settings.model_copy(update={"mlflow_url": "https://mlflow.example/"})
+    assert await find_mlflow_url(given) == "https://mlflow.example"
 
 
 async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:

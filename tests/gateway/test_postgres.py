@@ -24,6 +24,7 @@ from services.gateway.store import Store
 from services.kit.bus import Bus
 from tests.deploy.test_grafana import filled_in, statements
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
+from tests.gateway.test_api import FILTERS, publish_listed
 from tests.gateway.test_projection import contents, project, publish
 from trainbus.embedded.servers import free_ports
 
@@ -100,6 +101,14 @@ async def test_two_gateways_share_it(bus: Bus, on_postgres: GatewaySettings) -> 
             page = await gateway.get("/training-runs", params={"limit": 3})
             rest = await gateway.get("/training-runs", params={"limit": 3, "cursor": page["next_cursor"]})
             assert [run["run_id"] for run in page["runs"] + rest["runs"]] == ["r3", "r2", "r1", "r0"]
+
+
+async def test_the_same_filters(bus: Bus, on_postgres: GatewaySettings) -> None:
+    async with running(on_postgres) as gateway:
+        await publish_listed(gateway, bus)
+        for query, expected in FILTERS:
+            page = await gateway.get("/training-runs", params={**query, "counts": True})
+            assert [run["run_id"] for run in page["runs"]] == expected, query
 
 
 async def test_what_no_database_holds_ends_no_gateway(

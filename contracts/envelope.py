@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from contracts import subjects
 from contracts.base import Event, Fact
 from contracts.events import BY_TYPE
+from contracts.problems import describe_problems, join_problems
 
 SPEC_VERSION = "1.0"
 STRUCTURED = "application/cloudevents+json"
@@ -38,7 +39,7 @@ class InvalidData(EnvelopeError):
     def __init__(self, envelope: Envelope, problems: list[tuple[str, str]]) -> None:
         self.envelope = envelope
         self.problems = problems
-        super().__init__("; ".join(f"{field}: {message}" if field else message for field, message in problems))
+        super().__init__(join_problems(problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def parse(envelope: Envelope, data: Any) -> Event:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise InvalidData(envelope, [_problem(detail) for detail in error.errors()]) from error
+        raise InvalidData(envelope, describe_problems(error, data, model)) from error
 
 
 def type_for_subject(subject: str) -> str:
@@ -219,10 +220,3 @@ def read_json(body: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         raise EnvelopeError(f"the body is not JSON in UTF-8: {error}") from error
     return data
-
-
-def _problem(detail: Any) -> tuple[str, str]:
-    field = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return field, "unknown field: check its spelling, or remove it"
-    return field, detail["msg"].removeprefix("Value error, ")

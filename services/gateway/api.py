@@ -20,6 +20,7 @@ from contracts.base import run_id_for
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import CancelRequested, RestoreRequested
+from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
@@ -405,7 +406,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
         problems = [
-            views.Problem(field=".".join(str(part) for part in detail["loc"][1:]), message=detail["msg"])
+            views.Problem(field=".".join(str(part) for part in detail["loc"][1:]), message=describe_detail(detail))
             for detail in error.errors()
         ]
         return error_response(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)

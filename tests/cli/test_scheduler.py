@@ -88,7 +88,7 @@ def test_policies_are_listed_and_checked(tmp_path: Path) -> None:
     assert again["valid"]
     assert again["changes"]["fair_share"] == {"half_life_s": 60.0}
     file.write_text("[order]\nskipp = true\n")
-    with pytest.raises(TrainbusError, match=r"order\.skipp is no field of a policy"):
+    with pytest.raises(TrainbusError, match=r"order\.skipp: unknown field: did you mean order\.skip"):
         run("policy", "check", str(file))
     with pytest.raises(TrainbusError, match="there is no policy"):
         run("policy", "check", "no-such")

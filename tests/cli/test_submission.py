@@ -9,7 +9,8 @@ from typing import Any, Unpack
 import pytest
 
 from contracts.events.train import TrainRequested
-from trainbus.client.errors import TrainbusError
+from contracts.spec.data import DataSource
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.package import CodePackage
 from trainbus.client.submission import build_request, parse_slots, resolve_source
 from trainbus.client.submit_options import SubmitOptions
@@ -146,3 +147,45 @@ def test_no_address_of_data(text: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrainbusError, match="s3://bucket/prefix"):
         resolve_source(text)
+
+
+def test_options_add_to_what_the_request_has(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    base = {"name": "b", "command": ["x"], "env": {"A": "1", "B": "1"}, "metric_patterns": {"loss": "l (.*)"}}
+    file.write_text(json.dumps(base))
+    request = build(request=file, env={"B": "2"}, metric_patterns={"acc": "a=([0-9.]+)"}, team="research/vision")
+    assert request.env == {"A": "1", "B": "2"}
+    assert request.metric_patterns == {"loss": "l (.*)", "acc": "a=([0-9.]+)"}
+    assert request.team == "research/vision"
+
+
+def test_the_label_is_a_field_of_the_source() -> None:
+    request = build("task:A", data="s3://lake/rows.jsonl", label_field="species")
+    assert isinstance(request.data, DataSource)
+    assert (request.data.format, request.data.label_field) == ("jsonl", "species")
+    with pytest.raises(UsageError, match="give it with a source"):
+        build("task:A", data="a" * 64, label_field="species")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("test/accuracy", "max"), ("test/loss", "min"), ("val_rmse", "min"), ("reward:max", "max"), ("auc:min", "min")],
+)
+def test_the_metric_of_an_evaluation_says_what_is_better(text: str, mode: str) -> None:
+    request = build("task:A", model="m", evaluate=text)
+    assert request.evaluation is not None
+    assert (request.evaluation.metric, request.evaluation.mode) == (text.partition(":")[0], mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluate": "test/accuracy"}, "'evaluation' needs 'model'"),
+        ({"evaluate": "loss:low", "model": "m"}, "test/accuracy:max"),
+        ({"metric_patterns": {"loss": "loss .*"}}, "needs a group around the value"),
+        ({"metric_patterns": {"loss": "loss ("}}, "is not a regular expression"),
+    ],
+)
+def test_a_wrong_option_names_its_change(options: SubmitOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build("task:A", **options)

@@ -83,7 +83,7 @@ async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
 
 
 BAD_REQUESTS: dict[str, tuple[Any, str, str]] = {
-    "unknown field": ({**BODY, "slotz": 2}, "slotz", "check its spelling"),
+    "unknown field": ({**BODY, "slotz": 2}, "slotz", "did you mean slots?"),
     "negative size": ({**BODY, "slots": -1}, "slots.min", "greater than or equal to 1"),
     "wrong type": ({**BODY, "priority": "high"}, "priority", "valid integer"),
     "nothing to run": ({"name": "x"}, "", "exactly one of 'task'"),

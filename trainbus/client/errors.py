@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
 
 class TrainbusError(Exception):
@@ -37,10 +37,9 @@ class RunFailedError(TrainbusError):
         self.run_id, self.state, self.reason = run_id, state, reason
 
 
-def invalid_request(error: ValidationError) -> UsageError:
-    """Return an error that names each problem of a request with its field."""
-    problems = "\n".join(
-        f"  {'.'.join(str(part) for part in each['loc']) or 'request'}: {each['msg'].removeprefix('Value error, ')}"
-        for each in error.errors()
-    )
-    return UsageError(f"the request is not valid:\n{problems}")
+def invalid_request(error: ValidationError, data: Any, model: type[BaseModel]) -> UsageError:
+    """Return an error that names each problem of ``data`` with its field."""
+    from contracts.problems import describe_problems, join_problems
+
+    problems = [(field or "request", text) for field, text in describe_problems(error, data, model)]
+    return UsageError("the request is not valid:\n  " + join_problems(problems, "\n  "))

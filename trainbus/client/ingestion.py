@@ -76,7 +76,7 @@ def build_ingestion(data: dict[str, Any]) -> IngestRequested:
     try:
         return IngestRequested.model_validate({"data": data})
     except ValidationError as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, {"data": data}, IngestRequested) from error
 
 
 async def request_ingestion(connection: Connection, request: IngestRequested) -> str:

@@ -23,8 +23,12 @@ TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 #: File endings that tell a source's format; any other source is taken for images.
 FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}
 #: Options that are fields of the request, and those that are fields of its ``training``, as they are given.
-RUN_OPTIONS = ("name", "priority", "model", "experiment", "init_from")
+RUN_OPTIONS = ("name", "priority", "model", "experiment", "team", "init_from")
 TRAINING_OPTIONS = ("epochs", "max_steps", "logical_ranks")
+#: Options whose entries are added to those of the request.
+MAPPING_OPTIONS = ("params", "env", "metric_patterns")
+#: Metrics by these names are better the lower they are.
+LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(^|[/_])(rmse|mse|mae|nll|wer|cer)($|_)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,41 @@ def parse_slots(text: str) -> dict[str, int]:
         raise UsageError(f"slots {text!r}: give a number (2) or a range (1..4)")
     low, high = match.groups()
     return {"min": int(low), "max": int(high or low)}
+
+
+def parse_evaluation(text: str) -> dict[str, str]:
+    """Return metric and mode of ``test/accuracy`` or ``test/loss:min``; names of losses and errors mean ``min``.
+
+    Raises:
+        UsageError: it names no metric, or a mode that is neither ``min`` nor ``max``.
+    """
+    metric, _, mode = text.rpartition(":") if ":" in text else (text, "", "")
+    mode = mode or ("min" if LOWER_IS_BETTER.search(metric) else "max")
+    if not metric or mode not in ("min", "max"):
+        raise UsageError(f"evaluate {text!r}: give a metric, and whether less or more is better: test/accuracy:max")
+    return {"metric": metric, "mode": mode}
+
+
+def _check_patterns(patterns: Any) -> None:
+    """Check that each metric pattern has a group for its value."""
+    for name, pattern in patterns.items() if isinstance(patterns, Mapping) else ():
+        try:
+            groups = re.compile(pattern).groups
+        except (re.error, TypeError) as error:
+            raise UsageError(f"metric_patterns.{name}: {pattern!r} is not a regular expression: {error}") from None
+        if not groups:
+            raise UsageError(f"metric_patterns.{name}: {pattern!r} needs a group around the value: (...)")
+
+
+def _label(data: Any, label_field: str) -> dict[str, Any]:
+    """Return the source with its label's field.
+
+    Raises:
+        UsageError: there is no source: a dataset that exists has its labels.
+    """
+    if not isinstance(data, Mapping) or "source" not in data:
+        raise UsageError("label_field says how a source is read: give it with a source as data")
+    return {**data, "label_field": label_field}
 
 
 def build_request(
@@ -76,8 +115,12 @@ def build_request(
         body["init_exclude"] = tuple(init_exclude)
     if "name" not in body:
         body["name"] = (project.resolve().name if project else "run") or "run"
-    if given.get("params"):
-        body["params"] = {**body.get("params", {}), **given["params"]}
+    for name in MAPPING_OPTIONS:
+        if given.get(name):
+            body[name] = {**body.get(name, {}), **given[name]}
+    _check_patterns(body.get("metric_patterns"))
+    if "evaluate" in given:
+        body["evaluation"] = {**(body.get("evaluation") or {}), **parse_evaluation(given["evaluate"])}
     training = {name: given[name] for name in TRAINING_OPTIONS if name in given}
     if body.get("task") and not body.get("training") and not training.keys() & {"epochs", "max_steps"}:
         training["epochs"] = 1
@@ -85,10 +128,12 @@ def build_request(
         body["training"] = {**(body.get("training") or {}), **training}
     if "data" in given:
         body["data"] = build_data(given["data"], given.get("data_format"), body.get("data"))
+    if label_field := given.get("label_field"):
+        body["data"] = _label(body.get("data"), label_field)
     try:
         return TrainRequested.model_validate(body)
     except ValidationError as error:
-        raise invalid_request(error) from error
+        raise invalid_request(error, body, TrainRequested) from error
 
 
 def _read_body(request: Path | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -28,9 +28,19 @@ class SubmitOptions(TypedDict, total=False):
     ]
     data: Annotated[str | None, "s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id."]
     data_format: Annotated[str | None, "images, jsonl, parquet, text, tokens, binary, webdataset or mds."]
+    label_field: Annotated[str | None, "The field or column that is the sample's label."]
     priority: Annotated[int | None, Ge(-1000), Le(1000), "Higher goes first."]
     model: Annotated[str | None, "The registered model that the result competes for."]
+    evaluate: Annotated[
+        str | None, "Measure the result on the test split and gate its promotion by this: test/accuracy, test/loss:min."
+    ]
     experiment: Annotated[str | None, "The experiment in MLflow."]
+    team: Annotated[str | None, "The team whose quota counts, for example research/vision."]
+    env: Annotated[Mapping[str, str] | None, "KEY=VALUE in the environment of every rank; repeatable."]
+    metric_patterns: Annotated[
+        Mapping[str, str] | None,
+        "NAME=REGEX: a metric of a command's output, its value in a group: 'loss=loss ([0-9.]+)'; repeatable.",
+    ]
     init_from: Annotated[
         str | None,
         "Start with a checkpoint's weights: RUN, RUN@best, RUN@STEP, models:/NAME@champion, or a manifest's s3://.",

@@ -147,15 +147,25 @@ def flags_of(options: type, flags: Mapping[str, tuple[type, str]]) -> list[inspe
     return found
 
 
-def parse_param(text: str) -> tuple[str, Any]:
-    """Return name and value of ``lr=0.1``. The value is JSON if it can be, else a string.
+def parse_pair(flag: str, text: str) -> tuple[str, str]:
+    """Return name and value of ``name=value``, the value as it is.
 
     Raises:
         UsageError: there is no ``=`` or no name.
     """
     name, sign, value = text.partition("=")
     if not sign or not name:
-        raise UsageError(f"--param {text!r}: give it as name=value")
+        raise UsageError(f"{flag} {text!r}: give it as name=value")
+    return name, value
+
+
+def parse_param(text: str) -> tuple[str, Any]:
+    """Return name and value of ``lr=0.1``. The value is JSON if it can be, else a string.
+
+    Raises:
+        UsageError: there is no ``=`` or no name.
+    """
+    name, value = parse_pair("--param", text)
     try:
         return name, json.loads(value)
     except ValueError:

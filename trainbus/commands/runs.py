@@ -12,7 +12,7 @@ import typer
 from trainbus.client.errors import RunFailedError, TrainbusError, UsageError
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands import render
-from trainbus.commands.options import Json, Run, command, flags_of, parse_param
+from trainbus.commands.options import Json, Run, command, flags_of, parse_pair, parse_param
 from trainbus.commands.times import parse_time
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ SUBMIT_FLAGS = {
     "data_format": (str, "--format"),
     "init_exclude": (list[str], "--init-exclude"),
     "params": (list[str], "--param"),
+    "env": (list[str], "--env"),
+    "metric_patterns": (list[str], "--metric-pattern"),
     "event_id": (str, "--id"),
 }
 
@@ -54,6 +56,9 @@ async def submit(
     if context.args:
         raise UsageError(f"unexpected {' '.join(context.args)!r}: quote the whole command, --command 'python train.py'")
     options["params"] = dict(map(parse_param, options.get("params") or ()))
+    options["env"] = dict(parse_pair("--env", text) for text in options.get("env") or ())
+    patterns = options.get("metric_patterns") or ()
+    options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
     submitted = await client.submit(project, task, **options)
     if as_json:
         named = {"run_id": submitted.run_id, "name": submitted.name, "event_id": submitted.event_id}

@@ -15,6 +15,7 @@ from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted
 from contracts.events.train import TrainRequested
+from contracts.problems import describe_problems, join_problems
 from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
@@ -166,8 +167,7 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             tags=trained.tags,
         )
     except ValidationError as error:
-        located = ((".".join(map(str, each["loc"])), each["msg"]) for each in error.errors())
-        problems = "; ".join(": ".join(filter(None, parts)) for parts in located)
+        problems = join_problems(describe_problems(error, trained.model_dump()))
         raise UnmeasurableError(
             f"the evaluation of run {step.target_run_id} cannot be requested, because today's rules refuse the run's "
             f"recorded spec: {problems}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contracts.problems import describe_problems, join_problems
 from contracts.scheduling import Policy
 
 DEFAULT = "default"
@@ -94,12 +95,5 @@ def _validated(content: dict[str, Any], where: str) -> Policy:
     try:
         return Policy.model_validate(content)
     except ValidationError as error:
-        raise PolicyError(f"{where} is not valid: {'; '.join(_problem(found) for found in error.errors())}") from error
-
-
-def _problem(found: Any) -> str:
-    field = ".".join(str(part) for part in found["loc"])
-    if found["type"] == "extra_forbidden":
-        return f"{field} is no field of a policy"
-    message = found["msg"].removeprefix("Value error, ")
-    return f"{field}: {message}" if field else message
+        problems = join_problems(describe_problems(error, content, Policy))
+        raise PolicyError(f"{where} is not valid: {problems}") from error

@@ -44,6 +44,8 @@ _MUST_BE = {
     "too_short": "a list of at least {min_length} items",
     "tuple_type": "a list",
 }
+#: Members of unions that pydantic names as it would fields.
+_TYPE_NAMES = frozenset({"int", "float", "str", "bool", "none", "bytes", "list", "tuple", "dict", "set"})
 #: What texts of a pattern look like.
 _FORMS = (
     ("s3://[a-z0-9.-]{3,63}/.*|file:", "an address: s3://bucket/prefix, or file:///folder"),
@@ -93,9 +95,16 @@ def _locate(detail: ErrorDetails, data: Any) -> tuple[tuple[str | int, ...], dic
             path, here = (*path, part), here.get(part)
         elif isinstance(here, list | tuple) and isinstance(part, int):
             path, here = (*path, part), here[part] if part < len(here) else None
+        elif not isinstance(here, Mapping | list | tuple) and _is_field(part):
+            path = (*path, part)  # a short form stands for the part: slots: 2
         else:
             members[path] = str(part)
     return path, members
+
+
+def _is_field(part: str | int) -> bool:
+    """Whether a part of a location that the data does not have names a field, and no member of a union."""
+    return isinstance(part, str) and part.isidentifier() and part.islower() and part not in _TYPE_NAMES
 
 
 def _choose_members(

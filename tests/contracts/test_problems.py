@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"training": {"max_steps": 1, "checkpoint_every_s": "often"}},
         {"training.checkpoint_every_s": "must be a number, not 'often'; or must be 'auto'"},
     ),
+    "a short form": ({"slots": -1}, {"slots.min": "must be at least 1, not -1", "slots.max": "must be"}),
     "the whole": ({"task": "t:A"}, {"": "give exactly one of 'task'"}),
     "an item": ({"command": ["x", 3]}, {"command.1": "must be text, not 3"}),
     "no object": ({"data": 3}, {"data": "must be an object with names and values, not 3"}),

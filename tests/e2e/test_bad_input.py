@@ -18,8 +18,8 @@ SECONDS = 120.0
     ("change", "field", "message"),
     [
         pytest.param({"epohcs": 3}, "epohcs", "unknown field", id="unknown field"),
-        pytest.param({"priority": "high"}, "priority", "valid integer", id="wrong type"),
-        pytest.param({"slots": -1}, "slots.min", "greater than or equal to 1", id="negative size"),
+        pytest.param({"priority": "high"}, "priority", "a whole number", id="wrong type"),
+        pytest.param({"slots": -1}, "slots.min", "at least 1", id="negative size"),
         pytest.param({"slots": {"min": 4, "max": 1}}, "slots", "smaller than slots.min", id="sizes reversed"),
         pytest.param({"task": "task:Task"}, "", "exactly one of 'task'", id="two ways to run"),
     ],

@@ -84,8 +84,8 @@ async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
 
 BAD_REQUESTS: dict[str, tuple[Any, str, str]] = {
     "unknown field": ({**BODY, "slotz": 2}, "slotz", "did you mean slots?"),
-    "negative size": ({**BODY, "slots": -1}, "slots.min", "greater than or equal to 1"),
-    "wrong type": ({**BODY, "priority": "high"}, "priority", "valid integer"),
+    "negative size": ({**BODY, "slots": -1}, "slots.min", "at least 1"),
+    "wrong type": ({**BODY, "priority": "high"}, "priority", "a whole number"),
     "nothing to run": ({"name": "x"}, "", "exactly one of 'task'"),
     "no object": ([1], "", "must be a JSON object"),
 }

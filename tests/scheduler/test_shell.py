@@ -111,8 +111,8 @@ async def test_a_run_from_its_request_to_its_end(settings: Settings, bus: Bus) -
 
 BAD = {
     "an unknown field": ({**COMMAND, "slotz": 2}, "slotz", "unknown field"),
-    "a wrong type": ({**COMMAND, "priority": "high"}, "priority", "integer"),
-    "a negative size": ({**COMMAND, "slots": -1}, "slots.min", "greater than or equal to 1"),
+    "a wrong type": ({**COMMAND, "priority": "high"}, "priority", "a whole number"),
+    "a negative size": ({**COMMAND, "slots": -1}, "slots.min", "at least 1"),
     "nothing to run": ({"name": "x"}, "", "exactly one of"),
     "an unknown checkpoint": (
         {**COMMAND, "resume_from": "s3://models/none.json"},

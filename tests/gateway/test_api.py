@@ -126,7 +126,10 @@ async def test_a_whole_life(gateway: Running, bus: Bus) -> None:
     assert run["slots"] == {"min": 1, "max": 4, "got": 2, "wanted": 4}
     assert run["last_checkpoint"]["step"] == 40
     assert run["metrics"]["test/accuracy"] == 0.97
-    assert "on 2 slots of n1, from its checkpoint of step 20" in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
+    assert (
+        "on 2 slots of n1, from its checkpoint of step 20"
+        in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
+    )
     listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig"})
     assert [r["run_id"] for r in listed["runs"]] == [RUN]
     assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [20, 40]

@@ -71,6 +71,8 @@ class Launch(Line):
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
     resume_folder: Path | None = None
     resume: CheckpointRef | None = None
+    #: The ranks' output folder.
+    output_dir: Path | None = None
     #: Local copy of the weights to begin with (``spec.init_from``); None where there is a state to resume.
     init_folder: Path | None = None
     #: The run's failures and seconds of running so far, from ``placed``.

@@ -61,6 +61,8 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged", occurrence="gen
     files: tuple[CheckpointFile, ...]
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
+    #: These files are the whole checkpoint: what a script left on the node of rank 0. No other node adds to it.
+    is_whole: bool = False
     #: Whether the state is, to the bit, what undisturbed training would have made of it.
     exactness: Exactness = "samples-exact"
 

@@ -279,6 +279,8 @@ class RunExited(GenerationFact, fact="exited", occurrence="generation/node_id"):
     samples_consumed: int = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
+    #: What the author should know of a run that ended well: that it kept no file, and what to do.
+    notice: str = ""
 
 
 class RunCompleted(RunFact, fact="completed"):
@@ -288,6 +290,8 @@ class RunCompleted(RunFact, fact="completed"):
     checkpoint: CheckpointRef | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
+    #: What the author should know: that the run kept no file, and what to do.
+    notice: str = ""
     decision: DecisionRecord | None = None
 
 

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 #: Marks the folder of a run that has ended.
 ENDED_MARKER = "ended"
 #: What is uploaded, or can be fetched again.
-REFETCHABLE = ("code", "resume", "init", "checkpoints", "dataset")
+REFETCHABLE = ("code", "resume", "init", "checkpoints", "dataset", "outputs", "trees", "kept")
 
 
 class DataDirLockedError(RuntimeError):

@@ -65,6 +65,13 @@ class WorkerSettings(Settings):
     #: Seconds of a notice's time for the agent itself, to publish it and to end; its runs have the rest.
     notice_margin_s: float = Field(2.0, ge=0)
 
+    #: A script's output folder: seconds between two looks at it, and for which a file must not change to be complete.
+    output_interval_s: float = Field(1.0, gt=0)
+    output_settle_s: float = Field(1.0, ge=0)
+    #: A larger output folder, or one of more files, is not kept; the run goes on.
+    output_max_bytes: int = Field(200 * GIB, ge=0)
+    output_max_files: int = Field(100_000, gt=0)
+
     #: Folder of the cache for code, checkpoints and shards: on the fastest disk. None: ``cache`` in ``data_dir``.
     cache_dir: Path | None = None
     cache_max_bytes: int = Field(64 * GIB, ge=0)

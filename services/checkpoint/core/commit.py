@@ -109,8 +109,10 @@ def assemble(
                 f"node {node_id} staged ranks {sorted(part.ranks)} of {part.world_size}, but generation "
                 f"{placed.generation} placed ranks {sorted(members[node_id])} of {placed.world_size} there"
             )
+    if whole := [part for part in parts.values() if part.is_whole]:
+        parts = {part.node_id: part for part in whole[:1]}
     missing = set(range(placed.world_size)).difference(*(part.ranks for part in parts.values()))
-    if missing:
+    if missing and not whole:
         return MissingParts(tuple(sorted(missing)))
     ordered = sorted(parts.values(), key=lambda part: min(part.ranks))
     first = ordered[0]

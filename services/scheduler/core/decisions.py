@@ -99,6 +99,7 @@ class CompleteRun:
     checkpoint: CheckpointRef | None
     metrics: tuple[tuple[str, float], ...]
     artifacts: tuple[Artifact, ...]
+    notice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
                 checkpoint=decision.checkpoint,
                 metrics=dict(decision.metrics),
                 artifacts=decision.artifacts,
+                notice=decision.notice,
                 decision=made,
             )
         case ExplainRun():

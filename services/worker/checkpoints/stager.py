@@ -63,17 +63,18 @@ class CheckpointStager:
         """Stage the rest, also what only some of the ranks completed."""
         await self._stage_ready(at_end=True)
 
-    async def upload_artifacts(self, names: Sequence[str]) -> tuple[Artifact, ...]:
-        """Upload files of the generation's folder, however long the store is away."""
+    async def upload_artifacts(self, names: Sequence[str], folder: Path | None = None) -> tuple[Artifact, ...]:
+        """Upload files of a folder, by default of the generation's own, however long the store is away."""
         spec = self._placed.spec
         bucket = self._context.settings.bucket_models
         base = f"s3://{bucket}/{spec.experiment}/{self._placed.run_id}/artifacts"
-        upload = partial(upload_files, names, self._folder, self._context.objects, base)
+        upload = partial(upload_files, names, folder or self._folder, self._context.objects, base)
         return await retry_transient(upload, "the store does not accept artifacts")
 
     async def _stage_ready(self, *, at_end: bool) -> None:
-        ranks = self._follower.state.ranks
-        for step in ready_steps({rank: state.checkpoints for rank, state in ranks.items()}, at_end=at_end):
+        state = self._follower.state
+        ready = ready_steps({rank: each.checkpoints for rank, each in state.ranks.items()}, at_end=at_end)
+        for step in sorted({*ready, *state.snapshots}):
             await retry_transient(partial(self._stage, step), "the checkpoint is not staged yet", step=step)
 
     async def _stage(self, step: int) -> None:
@@ -81,6 +82,9 @@ class CheckpointStager:
         lines = {
             rank: line for rank, each in sorted(state.ranks.items()) for line in each.checkpoints if line.step == step
         }
+        snapshot = state.snapshots.get(step)
+        if snapshot is not None:
+            lines = {0: snapshot}
         started = time.monotonic()
         first = next(iter(lines.values()))
         context = self._context
@@ -100,12 +104,13 @@ class CheckpointStager:
                 run_id=self._placed.run_id,
                 generation=self._placed.generation,
                 node_id=self._member.node_id,
-                # A command under torchrun reports for all of its node's ranks.
+                # A command reports for all of its node's ranks.
                 ranks=self._member.ranks if self._placed.spec.command is not None else tuple(lines),
                 world_size=self._placed.world_size,
                 step=step,
                 epoch=first.epoch,
                 samples_consumed=first.samples_consumed,
+                is_whole=snapshot is not None,
                 files=files,
                 metrics=first.metrics,
                 final=any(line.final for line in lines.values()),
@@ -151,6 +156,7 @@ class CheckpointStager:
         return await asyncio.to_thread(find_bases, ref.step, files, self._context.cache)
 
     async def _remove_step(self, step: int) -> None:
+        self._follower.state.snapshots.pop(step, None)
         for each in self._follower.state.ranks.values():
             each.checkpoints = [line for line in each.checkpoints if line.step != step]
         await self._follower.save()

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from contracts.events.run import ProgressPoint, RunLog, RunProgress, RunStarved, RunStraggler
 from contracts.ranks import (
     JOURNAL_LINE,
+    ArtifactLine,
     CheckpointLine,
     EndedLine,
     JournalLine,
+    KeepLine,
     MetricsLine,
     ResultLine,
     StartedLine,
@@ -46,7 +48,8 @@ class RankState(BaseModel):
     ring_end: int = 0
     log_start: int = 0
     log_end: int = 0
-    #: When the output between start and end was read: the time of the values found in it.
+    #: When journal and output between start and end were read: the time of lines and values that have none.
+    journal_time: float = 0.0
     log_time: float = 0.0
     #: How often each metric pattern has matched before log_start and before log_end.
     matches_start: dict[str, int] = Field(default_factory=dict)
@@ -58,8 +61,13 @@ class RankState(BaseModel):
     epoch: int = 0
     samples_consumed: int = 0
     total_steps: int | None = None
+    #: The last reported values.
+    values: dict[str, float] = Field(default_factory=dict)
     #: Checkpoints that are complete on disk and not yet staged.
     checkpoints: list[CheckpointLine] = Field(default_factory=list)
+    #: What the script asked to keep, with step, epoch and metrics of that moment; and its artifacts.
+    keeps: list[KeepLine] = Field(default_factory=list)
+    artifacts: list[str] = Field(default_factory=list)
 
 
 class JournalSource(NamedTuple):
@@ -75,14 +83,18 @@ def whole_lines(content: bytes, *, at_end: bool = False) -> bytes:
     return content if at_end else content[: content.rfind(b"\n") + 1]
 
 
-def parse_lines(content: bytes, offset: int) -> tuple[list[tuple[int, JournalLine]], list[str]]:
-    """Return every valid line with its offset, and the problems of the others."""
+def parse_lines(content: bytes, offset: int, read_at: float = 0.0) -> tuple[list[tuple[int, JournalLine]], list[str]]:
+    """Return every valid line with its offset, and the problems of the others.
+
+    ``read_at``: the time of lines that have none.
+    """
     lines: list[tuple[int, JournalLine]] = []
     problems: list[str] = []
     for raw in content.splitlines(keepends=True):
         if text := raw.strip():
             try:
-                lines.append((offset, JOURNAL_LINE.validate_json(text)))
+                line = JOURNAL_LINE.validate_json(text)
+                lines.append((offset, line if line.time else line.model_copy(update={"time": read_at})))
             except ValidationError as error:
                 problem = error.errors()[0]
                 problems.append(f"at byte {offset}: {'.'.join(map(str, problem['loc']))} {problem['msg']}")
@@ -98,6 +110,20 @@ def apply_lines(state: RankState, lines: Iterable[JournalLine]) -> None:
                 state.step, state.samples_consumed = line.step, line.samples_consumed or state.samples_consumed
                 state.epoch = line.epoch or state.epoch
                 state.total_steps = line.total_steps or state.total_steps
+                state.values |= line.values
+            case KeepLine():
+                state.keeps.append(
+                    line.model_copy(
+                        update={
+                            "step": state.step if line.step is None else line.step,
+                            "epoch": state.epoch if line.epoch is None else line.epoch,
+                            "metrics": dict(state.values) if line.metrics is None else line.metrics,
+                        }
+                    )
+                )
+            case ArtifactLine():
+                if line.path not in state.artifacts:
+                    state.artifacts.append(line.path)
             case StartedLine():
                 state.started = line
                 state.samples_consumed = max(state.samples_consumed, line.samples_consumed)

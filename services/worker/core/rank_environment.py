@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
-from contracts.ranks import LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
+from contracts.ranks import (
+    JOURNAL_VARIABLE,
+    LAUNCH_VARIABLE,
+    MEMORY_FRACTION_VARIABLE,
+    OUTPUT_DIR_VARIABLE,
+    PARAMS_VARIABLE,
+    RESUME_DIR_VARIABLE,
+    RESUME_STEP_VARIABLE,
+    RUN_ID_VARIABLE,
+    STOP_FILE_VARIABLE,
+)
 from contracts.spec.run import RunSpec
 
 #: The variables that a rank inherits of the agent's environment. No other one can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 #: Device memory of a process without its tensors: CUDA's context, the libraries' kernels and workspaces.
 CONTEXT_BYTES = 2**30
+#: The longest value of an environment variable that every system takes; longer params are in ``launch.json`` alone.
+MAX_VARIABLE_CHARS = 100_000
 #: Collectives that a flight recorder keeps.
 FLIGHT_ENTRIES = 2000
 
@@ -37,6 +50,10 @@ class NodeEnvironment:
     slot_memory_bytes: int = 0
     #: Folder of the control daemon of CUDA MPS, '' where there is none.
     mps_pipe: str = ""
+    #: The output folder, and the checkpoint that the ranks start with: its folder and step.
+    output_dir: str = ""
+    resume_dir: str = ""
+    resume_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +69,12 @@ class ProcessSpec:
 def build_process_specs(
     placed: RunPlaced, member: Member, inherited: Mapping[str, str], place: NodeEnvironment
 ) -> list[ProcessSpec]:
-    """Return the processes of this node: one a rank for a task, one a node for a command under torchrun."""
-    spec = placed.spec
-    if spec.command is None:
-        return [
-            ProcessSpec(rank, None, build_environment(placed, member, index, inherited, place))
-            for index, rank in enumerate(member.ranks)
-        ]
-    command = tuple(spec.command)
-    if any(len(each.ranks) > 1 for each in placed.members):
-        command = torchrun_command(placed, member, place) + command
-    return [ProcessSpec(member.ranks[0], command, build_environment(placed, member, 0, inherited, place))]
-
-
-def torchrun_command(placed: RunPlaced, member: Member, place: NodeEnvironment) -> tuple[str, ...]:
-    """Return the prefix that starts a command once for each slot."""
-    members = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
-    node_rank = next(number for number, each in enumerate(members) if each.node_id == member.node_id)
-    return (
-        "python",
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={len(members)}",
-        f"--node_rank={node_rank}",
-        f"--nproc_per_node={len(member.ranks)}",
-        f"--master_addr={place.master_address}",
-        f"--master_port={place.master_port}",
-        "--no_python",
-    )
+    """Return the processes of this node: one a rank, of the Trainer or of the run's own command."""
+    command = tuple(placed.spec.command) if placed.spec.command is not None else None
+    return [
+        ProcessSpec(rank, command, build_environment(placed, member, index, inherited, place))
+        for index, rank in enumerate(member.ranks)
+    ]
 
 
 def build_environment(
@@ -116,7 +111,49 @@ def build_environment(
             "CUDA_VISIBLE_DEVICES": ",".join(_devices(spec, member, index, place)),
         }
     )
+    own |= _script_variables(placed, member.ranks[index], place)
+    if is_command(spec) and placed.world_size > 1:
+        own |= _launcher_variables(placed, member)
     return own | share_limits(spec, len(member.slots), place)
+
+
+def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> dict[str, str]:
+    """Return what a script of any language needs to keep files, to resume and to report."""
+    folder = PurePosixPath(place.launch_path).parent
+    variables = {
+        RUN_ID_VARIABLE: placed.run_id,
+        JOURNAL_VARIABLE: str(folder / f"rank_{rank}.jsonl"),
+        STOP_FILE_VARIABLE: str(folder / "stop.json"),
+        OUTPUT_DIR_VARIABLE: place.output_dir,
+    }
+    params = json.dumps(placed.spec.params)
+    if len(params) <= MAX_VARIABLE_CHARS:
+        variables[PARAMS_VARIABLE] = params
+    if place.resume_dir:
+        variables |= {RESUME_DIR_VARIABLE: place.resume_dir, RESUME_STEP_VARIABLE: str(place.resume_step)}
+    return variables
+
+
+def _launcher_variables(placed: RunPlaced, member: Member) -> dict[str, str]:
+    """Return what torchrun sets besides: libraries recognise by it that the processes are there already."""
+    nodes = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
+    node_rank = next(number for number, each in enumerate(nodes) if each.node_id == member.node_id)
+    return {
+        "NODE_RANK": str(node_rank),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "TORCHELASTIC_RUN_ID": placed.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def choose_output_dir(spec: RunSpec, folder: PurePosixPath, working_folder: PurePosixPath) -> PurePosixPath:
+    """Return the output folder: the run's choice of a folder below its working folder, else one of trainbus's own."""
+    chosen = PurePosixPath(spec.env.get(OUTPUT_DIR_VARIABLE, ""))
+    if not chosen.parts or chosen.is_absolute() or ".." in chosen.parts:
+        return folder / "outputs"
+    return working_folder / chosen
 
 
 def _threads(spec: RunSpec, place: NodeEnvironment) -> int:
@@ -174,7 +211,7 @@ def memory_fraction(share: float, device_bytes: int) -> float:
     return max(share - rest, share / 2)
 
 
-def slot_problem(spec: RunSpec, member: Member, slots: int, profiles: Sequence[str] = ()) -> str | None:
+def slot_problem(spec: RunSpec, member: Member, slots: int) -> str | None:
     """Return why the placement does not fit a node of ``slots`` slots; None if it does."""
     if spec.resources.share == 0:
         return None if len(member.slots) == len(member.ranks) else _mismatch(member)
@@ -183,11 +220,6 @@ def slot_problem(spec: RunSpec, member: Member, slots: int, profiles: Sequence[s
         return f"slots {wrong} are not on node {member.node_id}, which has {slots}"
     if len(member.slots) != len(member.ranks) or len(set(member.slots)) != len(member.slots):
         return _mismatch(member)
-    if is_command(spec) and len(member.slots) > 1 and any(profiles):
-        return (
-            f"a command cannot have {len(member.slots)} MIG slices of node {member.node_id}: its processes would all "
-            "see the first one. Ask for one slot a node (gang.apart), or use a task"
-        )
     return None
 
 

@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import nats.errors
@@ -17,11 +17,13 @@ from nats.js.errors import APIError, BadRequestError
 from contracts import topology
 from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
-from services.kit.concurrency import gather_limited
+from services.kit.concurrency import gather_limited, run_in_thread
+from services.kit.kept_files import KeptLayout, copy_outputs, list_files, unpack_files
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
-from services.worker.core.rank_environment import slot_problem
+from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
 from services.worker.launch.code_package import unpack_package
 from services.worker.node_context import NodeContext
 
@@ -89,7 +91,10 @@ class GenerationInputs:
     dataset: DatasetView | None
     resume_folder: Path | None
     resume: CheckpointRef | None
+    #: What the files of the checkpoint are, if a script left them.
+    resume_layout: KeptLayout | None
     init_folder: Path | None
+    output_dir: Path
     master: tuple[str, int]
 
 
@@ -103,7 +108,7 @@ async def prepare_inputs(
         TransientError: the store or the bus was away for too long.
         UnfitDeviceError: a device of the node failed its check.
     """
-    problem = slot_problem(placed.spec, member, context.inventory.slots, context.inventory.slot_profiles)
+    problem = slot_problem(placed.spec, member, context.inventory.slots)
     if problem is not None:
         raise CacheError(problem)
     await _check_devices(context, placed, member)
@@ -114,9 +119,32 @@ async def prepare_inputs(
         _fetch_weights(context, placed, folder, pins),
     )
     code, dataset, (resume_folder, resume), init_folder = await gather_limited(fetches, limit=len(fetches))
+    output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
+    layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
     settings = context.settings
     master = await find_master(context.bus, placed, member, settings.address, settings.rendezvous_timeout_s)
-    return GenerationInputs(code, dataset, resume_folder, resume, init_folder, master)
+    return GenerationInputs(code, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
+
+
+def _restore_outputs(spec: RunSpec, resume_folder: Path | None, output_dir: Path) -> KeptLayout | None:
+    """Lay the files that a script kept out again: in its output folder, and in the folder to resume from.
+
+    Both are copies of the node's cache: a script may write into them.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if resume_folder is None or not is_command(spec):
+        return None
+    try:
+        layout = unpack_files(resume_folder)
+    except ValueError as error:
+        raise CacheError(f"the checkpoint cannot be used: {error}. Choose another one") from error
+    for _, path in list(list_files(resume_folder)):
+        partial = path.with_name(f".{path.name[:100]}.partial")
+        shutil.copyfile(path, partial)
+        partial.replace(path)
+    if layout is not None:
+        copy_outputs(resume_folder, layout, output_dir)
+    return layout
 
 
 async def _check_devices(context: NodeContext, placed: RunPlaced, member: Member) -> None:

@@ -114,6 +114,9 @@ class RankGroup:
         self._exits: dict[int, Exit] = {}
         #: Whether the agent ended ranks by a signal: then their exit codes do not show why they ended.
         self.terminated = False
+        #: When they were first signalled to end; whether one had to be killed.
+        self.terminated_at: float | None = None
+        self.killed = False
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +184,7 @@ class RankGroup:
             if self._requests.stop is not None:
                 self._enforce_stop(self._requests.stop, control, listens)
             await self._requests.wait_for_change(POLL_S)
-        # Data loaders and torchrun's children may outlive their parents.
+        # Data loaders and a script's children may outlive their parents.
         await self.sweep()
 
     async def sweep(self) -> None:
@@ -209,9 +212,12 @@ class RankGroup:
 
     def _terminate_all(self) -> None:
         self.terminated = True
+        if self.terminated_at is None:
+            self.terminated_at = self._now()
         self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:
+        self.killed = self.killed or (number == signal.SIGKILL and bool(self.running))
         for process in self.running:
             self._executor.signal(process, number)
 

@@ -105,14 +105,15 @@ class ReportBuilder:
             **RunPosition.of(self._placed, ranks).reported,
         )
 
-    def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...]) -> RunExited:
-        """Report that every rank has finished its work."""
+    def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...], notice: str = "") -> RunExited:
+        """Report that every rank has finished its work. ``notice``: what its author should know."""
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
         return RunExited(
             **self._place,
             outcome="succeeded",
             metrics=results[0].metrics if results else {},
             artifacts=artifacts,
+            notice=notice,
             **RunPosition.of(self._placed, ranks).reported,
         )
 

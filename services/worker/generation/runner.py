@@ -22,6 +22,7 @@ from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.checkpoints.output_folder import OutputKeeper, describe_unkept, write_to_log
 from services.worker.checkpoints.stager import CheckpointStager
 from services.worker.checkpoints.survivor_state import (
     remove_survivor_checkpoints,
@@ -162,6 +163,10 @@ class GenerationRunner:
                 stager = CheckpointStager(
                     self._context, self.placed, self.member, self.files.folder, follower, self._publish
                 )
+                if self.files.is_launched:
+                    launch = Launch.model_validate_json(self.files.launch.read_bytes())
+                    self._keeper = self._keep_outputs(follower, launch.output_dir)
+                    follower.resume = launch.resume
                 async with self._context.cache.pin_files() as pins:
                     return await self._run_ranks(pins, follower, stager)
         except GenerationFailure as failure:
@@ -177,14 +182,17 @@ class GenerationRunner:
                 position = RunPosition.of(self.placed, follower.state.ranks)
                 return self._build_report.released(position, clean=True, detail="no rank had been started")
             dataset = inputs.dataset
+            await self._begin_outputs(inputs, follower)
         control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset)
         async with control, _background(follower.run()) as following:
             if inputs is not None:
                 await self._launch(inputs)
-            async with _background(stager.run()) as staging:
-                await self._monitor(control, follower, stager, following, staging)
+            async with _background(stager.run()) as staging, _background(self._keeper.run()) as keeping:
+                await self._monitor(control, follower, stager, following, staging, keeping)
                 await cancel_and_wait(following)
                 await follower.drain()
+                await cancel_and_wait(keeping)
+                await self._finish_outputs(follower)
                 await cancel_and_wait(staging)
                 await self._upload_rest(stager)
             return await self._decide_report(follower, stager)
@@ -262,6 +270,32 @@ class GenerationRunner:
         self._survivors.follow(follower.state.ranks)
         return follower
 
+    # -- outputs ------------------------------------------------------------
+
+    def _keep_outputs(self, follower: JournalFollower, output_dir: Path | None) -> OutputKeeper:
+        folder = self.files.folder
+        settings = self._context.settings
+        return OutputKeeper(settings, self.placed, self.member, folder, output_dir or folder / "outputs", follower)
+
+    async def _begin_outputs(self, inputs: GenerationInputs, follower: JournalFollower) -> None:
+        self._keeper = self._keep_outputs(follower, inputs.output_dir)
+        if not is_command(self.placed.spec) or inputs.resume is None or inputs.resume_folder is None:
+            return
+        follower.resume = inputs.resume
+        await run_in_thread(self._keeper.begin, inputs.resume, inputs.resume_folder, inputs.resume_layout)
+
+    async def _finish_outputs(self, follower: JournalFollower) -> None:
+        """Keep what the script left, as far as it is complete."""
+        exits, group = self._group.exits, self._group
+        await self._keeper.finish(
+            ended_at=max((each.at for each in exits), default=self._now()),
+            is_complete=first_failure(exits) is None,
+            stopped_at=None if group.killed or self._requests.stop is None else group.terminated_at,
+        )
+        if all_succeeded(exits) and self._requests.stop is None and (notice := self._notice()):
+            write_to_log(self.files.folder, notice)
+        await follower.drain()  # what was written there meanwhile
+
     # -- launch -------------------------------------------------------------
 
     async def _launch(self, inputs: GenerationInputs) -> None:
@@ -296,6 +330,7 @@ class GenerationRunner:
             resume_folder=inputs.resume_folder,
             resume=inputs.resume,
             init_folder=inputs.init_folder,
+            output_dir=inputs.output_dir,
             failures_seen=placed.failures_seen,
             run_s=placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
@@ -321,6 +356,9 @@ class GenerationRunner:
             profiles=inventory.slot_profiles,
             slot_memory_bytes=inventory.slot_memory_bytes,
             mps_pipe=find_mps_pipe(settings.mps_pipe_dir, self._context.environment),
+            output_dir=str(inputs.output_dir),
+            resume_dir=str(inputs.resume_folder or ""),
+            resume_step=inputs.resume.step if inputs.resume is not None else 0,
         )
 
     # -- monitor ------------------------------------------------------------
@@ -380,6 +418,8 @@ class GenerationRunner:
     async def _decide_report(self, follower: JournalFollower, stager: CheckpointStager) -> Report:
         exits, ranks = self._group.exits, follower.state.ranks
         failure = first_failure(exits)
+        if is_command(self.placed.spec) and self._requests.stop is not None and not self._group.killed:
+            failure = None  # a script that ends on SIGTERM has ended as it should, with any exit code
         if failure is not None and self._requests.stop is None:
             lines = follower.tail(failure.rank, SEARCHED_LINES)
             return self._build_report.crashed(failure, ranks, lines, self._read_code_folder())
@@ -390,7 +430,8 @@ class GenerationRunner:
         if all_succeeded(exits) and not self._group.terminated:
             results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
             artifacts = await stager.upload_artifacts([name for result in results for name in result.artifacts])
-            return self._build_report.succeeded(ranks, artifacts)
+            artifacts += await stager.upload_artifacts(self._keeper.artifacts, self._keeper.folder)
+            return self._build_report.succeeded(ranks, artifacts, self._notice())
         position = RunPosition.of(self.placed, ranks)
         if failure is not None:
             detail = f"rank {failure.rank} {describe_exit(failure.code)} after the request to stop"
@@ -405,6 +446,12 @@ class GenerationRunner:
         """Return where the ranks found their code; an earlier life of the agent may have launched them."""
         folder = (read_json(self.files.launch) or {}).get("code_folder")
         return None if folder is None else Path(folder)
+
+    def _notice(self) -> str:
+        """Return what the author of a run that kept nothing should know."""
+        if self._keeper.has_kept:
+            return ""
+        return describe_unkept(self._read_code_folder(), self.files.launch.stat().st_mtime)
 
     async def _report(self, report: Report) -> None:
         if await self._reports.is_done(report):

@@ -194,7 +194,7 @@ class ProcessExecutor:
         return await asyncio.to_thread(self._sweep, folder, processes)
 
     def _sweep(self, folder: Path, processes: Sequence[RankProcess]) -> int:
-        """Process groups alone are not enough: torchrun gives its children sessions of their own."""
+        """Process groups alone are not enough: a launcher may give its children sessions of their own."""
         killed = 0
         booted = psutil.boot_time()
         sessions = {each.pid for each in processes if abs(each.booted - booted) < 60 and not _is_pid_reused(each)}

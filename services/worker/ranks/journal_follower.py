@@ -16,9 +16,9 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.base import Fact
-from contracts.events.run import RunLog, RunStarted
+from contracts.events.run import CheckpointRef, RunLog, RunStarted
 from contracts.progress import ring_name
-from contracts.ranks import JournalLine, StarvationLine, StragglerLine
+from contracts.ranks import CheckpointLine, JournalLine, StarvationLine, StragglerLine
 from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
@@ -52,6 +52,8 @@ class GenerationState(BaseModel):
     #: Step of the last checkpoint staged.
     staged_step: int | None = None
     staged_folders: dict[int, list[str]] = Field(default_factory=dict)
+    #: Copies of what a script left, by step, that are not yet staged.
+    snapshots: dict[int, CheckpointLine] = Field(default_factory=dict)
     system_count: int = 0
 
 
@@ -90,6 +92,8 @@ class JournalFollower:
             self.state.ranks.setdefault(rank, journal.RankState())
         self._saving = asyncio.Lock()
         self._doorbell = asyncio.Event()
+        #: The checkpoint that the ranks of a command were started with.
+        self.resume: CheckpointRef | None = None
         #: Set when the ranks have written more than metrics.
         self.news = asyncio.Event()
         self._started_published = False
@@ -166,7 +170,8 @@ class JournalFollower:
         content = self._read(f"rank_{rank}.jsonl", state.journal_end, at_end)
         if not content:
             return False
-        lines, problems = journal.parse_lines(content, state.journal_end)
+        state.journal_time = self._now()
+        lines, problems = journal.parse_lines(content, state.journal_end, state.journal_time)
         for problem in problems:
             metrics.BAD_LINES.inc()
             log.warning("skipped a journal line", run_id=self._source.run_id, rank=rank, problem=problem)
@@ -217,7 +222,9 @@ class JournalFollower:
             await self._publish_records(rank, state)
             if state.journal_start < state.journal_end:
                 content = self._read_between(f"rank_{rank}.jsonl", state.journal_start, state.journal_end)
-                lines: list[tuple[int, JournalLine]] = journal.parse_lines(content, state.journal_start)[0]
+                lines: list[tuple[int, JournalLine]] = journal.parse_lines(
+                    content, state.journal_start, state.journal_time
+                )[0]
                 for event in journal.progress_events(self._source, rank, lines):
                     await self._publish(event)
                 for _, line in lines:
@@ -252,6 +259,8 @@ class JournalFollower:
             points = journal.pattern_event(self._source, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 state.step = points.step
+                for point in points.points:
+                    state.values |= point.values
                 await self._publish(points)
         state.matches_start = dict(state.matches_end)
         state.log_start = state.log_end
@@ -281,7 +290,7 @@ class JournalFollower:
         await self._publish(
             RunStarted(
                 **self._source._asdict(),
-                step=started.step if started else 0,
+                step=started.step if started else self.resume.step if self.resume else 0,
                 samples_consumed=started.samples_consumed if started else 0,
                 **(started.model_dump(include=ORIGIN_FIELDS) if started else {}),
             )

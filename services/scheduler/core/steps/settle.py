@@ -248,7 +248,10 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
     exited = first.exit if first else None
     checkpoint = run.final or (run.newest.ref if run.newest else None)
     metrics = tuple(exited.metrics.items()) if exited else ()
-    return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts if exited else ())
+    if exited is None:
+        return CompleteRun(run.run_id, run.generation, checkpoint, metrics, ())
+    notice = exited.notice if checkpoint is None else ""
+    return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts, notice)
 
 
 def _crashed(run: Run) -> FailRun | QueueRun:

@@ -1,0 +1,463 @@
+"""The output folder of a script: what lies in it is kept as the run's checkpoint, a tree of plain files.
+
+The node of rank 0 copies files that are complete into ``trees/step_<n>`` of the generation's folder (unchanged ones are
+linked to the copy before), and gives the tree to the stager. The script may write on meanwhile. A copy happens when
+files have changed and settled, when the script asks for one (a ``keep`` line), when the run is stopped, and at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
+from services.kit.concurrency import run_in_thread
+from services.kit.kept_files import KeptLayout, list_files, pack_files
+from services.worker.core.output_versions import FileVersion, SettledFiles, next_step, written_after, written_before
+from services.worker.core.rank_environment import is_command
+from services.worker.launch.executor import log_path
+from services.worker.local_files import is_inside, read_json, write_atomically
+from services.worker.ranks.journal_follower import JournalFollower
+from services.worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+
+#: Requested checkpoints that wait for their turn; of more, the oldest are dropped.
+MAX_WAITING = 3
+#: Keeping files without a request takes at most one part in this many of the time.
+TIME_SHARE = 4
+#: Bytes of the disk that stay free.
+FREE_BYTES = 2**30
+#: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
+OUTPUTS_NAME = "outputs"
+
+
+class OutputLimitError(Exception):
+    """The files cannot be kept; the text says what to change."""
+
+
+class KeptState(BaseModel):
+    """``outputs.json``: what this generation has kept."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    #: Step of the last kept state, or of the one that was resumed.
+    step: int = 0
+    epoch: int = 0
+    #: Name -> version of the files of the output folder in the last tree.
+    versions: dict[str, FileVersion] = Field(default_factory=dict)
+    #: Folder of the last tree.
+    tree: str | None = None
+    #: The files at the root of the tree are those of the script's last request.
+    is_requested: bool = False
+    artifacts: list[str] = Field(default_factory=list)
+    #: Problems that the run's log has already.
+    warnings: list[str] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTree:
+    """The files of the output folder: their versions, and which cannot be kept."""
+
+    versions: dict[str, FileVersion]
+    refused: tuple[str, ...] = ()
+
+
+def scan(folder: Path, max_files: int) -> OutputTree:
+    """List the files below a folder. A link to a file in the folder counts as that file; others are refused.
+
+    Raises:
+        OutputLimitError: there are too many.
+    """
+    versions: dict[str, FileVersion] = {}
+    refused = []
+    for root, folders, names in os.walk(folder):
+        refused += [os.path.join(root, name) for name in folders if os.path.islink(os.path.join(root, name))]
+        for name in names:
+            path = os.path.join(root, name)
+            relative = os.path.relpath(path, folder)
+            try:
+                if os.path.islink(path) and not is_inside(Path(path), folder):
+                    refused.append(path)
+                    continue
+                found = os.stat(path)
+            except OSError:
+                continue  # removed meanwhile, or a link that leads nowhere
+            if not os.path.isfile(path):
+                continue
+            if len(versions) >= max_files:
+                raise OutputLimitError(
+                    f"the output folder has more than {max_files:,} files: pack them into fewer, or raise "
+                    "TRAINBUS_OUTPUT_MAX_FILES"
+                )
+            versions[relative] = FileVersion(found.st_size, found.st_mtime_ns, found.st_ino)
+    return OutputTree(versions, tuple(os.path.relpath(path, folder) for path in refused))
+
+
+class OutputKeeper:
+    """Keeps the output folder of one generation. It does nothing on nodes without rank 0, and for tasks."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        placed: RunPlaced,
+        member: Member,
+        folder: Path,
+        outputs: Path,
+        follower: JournalFollower,
+    ) -> None:
+        """``outputs``: the output folder."""
+        self._settings, self._folder, self._outputs, self._follower = settings, folder, outputs, follower
+        self._rank = min(member.ranks)
+        self._is_command = is_command(placed.spec)
+        self._is_active = self._is_command and self._rank == 0
+        self._path = folder / "outputs.json"
+        self._state = KeptState.model_validate(read_json(self._path) or {})
+        self._settled = SettledFiles(settings.output_settle_s)
+        self._lock = asyncio.Lock()
+        self._next_at = 0.0
+
+    @property
+    def artifacts(self) -> list[str]:
+        """Names of the artifacts in the output folder, also of earlier generations."""
+        named = [name for state in self._follower.state.ranks.values() for name in state.artifacts]
+        return list(dict.fromkeys([*self._state.artifacts, *named]))
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether this generation or one before has kept anything; true where others keep it."""
+        return not self._is_active or self._state.step > 0 or bool(self.artifacts)
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return self._outputs
+
+    def begin(self, ref: CheckpointRef, folder: Path, layout: KeptLayout | None) -> None:
+        """Continue from a checkpoint in ``folder``; the content of its output folder lies in this one again."""
+        self._state.step, self._state.epoch = ref.step, ref.epoch
+        if layout is not None:
+            self._state.artifacts = list(layout.artifacts)
+            self._state.is_requested = layout.outputs != ""
+            self._state.versions = scan(self._outputs, self._settings.output_max_files).versions
+            self._state.tree = str(self._link_resumed(ref.step, folder, layout))
+        self._save()
+
+    def _link_resumed(self, step: int, folder: Path, layout: KeptLayout) -> Path:
+        """Make the tree of the resumed checkpoint: what does not change is linked to it."""
+        target = self._tree(step)
+        shutil.rmtree(target, ignore_errors=True)
+        if layout.outputs == "":
+            list(_link_tree(folder, target / "outputs"))
+            return target
+        list(_link_tree(folder, target / "requested"))
+        if layout.outputs is not None and (target / "requested" / layout.outputs).is_dir():
+            (target / "requested" / layout.outputs).rename(target / "outputs")
+        return target
+
+    async def run(self) -> None:
+        """Keep what changes until cancelled."""
+        while self._is_active:
+            took_s = await self._poll()
+            self._next_at = max(self._next_at, time.monotonic() + TIME_SHARE * took_s)
+            await asyncio.sleep(self._settings.output_interval_s)
+
+    async def finish(self, *, ended_at: float, is_complete: bool, stopped_at: float | None) -> None:
+        """Keep what is there after the script's end.
+
+        Args:
+            ended_at: when it ended.
+            is_complete: it ended by itself and well, so that no file is half written.
+            stopped_at: when it was asked to stop; what it wrote after that is complete, unless it was killed.
+        """
+        if not self._is_active:
+            await self._warn_of_unkept()
+            return
+        async with self._lock:
+            await self._keep_requested(0)
+            tree = await self._scan()
+            if tree is None:
+                return
+            complete = set(tree.versions)
+            if not is_complete:
+                complete = written_before(tree.versions, ended_at - self._settings.output_settle_s)
+                complete |= set() if stopped_at is None else written_after(tree.versions, stopped_at)
+            await self._keep_changes(tree, complete)
+
+    async def _warn_of_unkept(self) -> None:
+        """Write into the run's log that files on a node without rank 0 are not kept."""
+        if not self._is_command:
+            return
+        tree = await self._scan()
+        if tree is not None and any(self._state.versions.get(name) != each for name, each in tree.versions.items()):
+            self._warn("files in the output folder of this node are not kept: write them in rank 0, on its node")
+
+    async def _poll(self) -> float:
+        """Keep what the script asked for, or what has changed; return the seconds it took."""
+        began = time.monotonic()
+        async with self._lock:
+            await self._keep_requested(MAX_WAITING)
+            # A script that asks to keep its checkpoints decides when.
+            if self._state.is_requested or self._follower.state.snapshots or began < self._next_at:
+                return 0.0
+            tree = await self._scan()
+            if tree is not None:
+                await self._keep_changes(tree, self._settled.observe(tree.versions, time.monotonic()))
+        return time.monotonic() - began
+
+    async def _scan(self) -> OutputTree | None:
+        try:
+            tree = await run_in_thread(scan, self._outputs, self._settings.output_max_files)
+        except (OutputLimitError, OSError) as error:
+            self._warn(str(error))
+            return None
+        if tree.refused:
+            self._warn(
+                f"{', '.join(sorted(tree.refused)[:3])}: a link out of the output folder, or to a folder, is not kept: "
+                "copy the files"
+            )
+        return tree
+
+    async def _keep_changes(self, tree: OutputTree, complete: set[str]) -> None:
+        """Keep the folder if complete files differ from the last kept ones."""
+        kept = self._state.versions
+        changed = any(kept.get(name) != tree.versions[name] for name in complete)
+        all_complete = len(complete) == len(tree.versions)
+        if not changed and not (all_complete and kept.keys() - tree.versions.keys()):
+            return
+        if not tree.versions:
+            return  # an emptied folder: the last kept state stays
+        state = self._follower.state.ranks[0]
+        await self._keep(tree, complete, None, state.step, state.epoch, state.values)
+
+    async def _keep_requested(self, max_waiting: int) -> None:
+        """Keep what the script asked for; leave the oldest out if it asks faster than the store takes it."""
+        state = self._follower.state.ranks[0]
+        while state.keeps:
+            line = state.keeps[0]
+            if max_waiting and len(state.keeps) > max_waiting:
+                self._warn("checkpoints are requested faster than they can be kept: some are left out")
+            elif max_waiting and len(self._follower.state.snapshots) >= max_waiting:
+                return
+            else:
+                await self._keep_request(line)
+            self._remove_request(line)
+            state.keeps.pop(0)
+            await self._follower.save()
+
+    async def _keep_request(self, line: KeepLine) -> None:
+        source = self._outputs / line.path
+        if not source.exists():
+            self._warn(f"{line.path!r} cannot be kept: there is no such file or folder")
+            return
+        tree = await self._scan() or OutputTree({})
+        complete = self._settled.observe(tree.versions, time.monotonic()) if tree.versions else set()
+        await self._keep(tree, complete, source, line.step, line.epoch or 0, line.metrics or {})
+
+    def _remove_request(self, line: KeepLine) -> None:
+        """Remove the copy that ``trainbus.checkpoint`` made; what another program named is its own."""
+        source = Path(line.path)
+        if source.is_absolute() and source.parent == (self._folder / "kept"):
+            shutil.rmtree(source, ignore_errors=True)
+
+    async def _keep(
+        self,
+        tree: OutputTree,
+        complete: set[str],
+        source: Path | None,
+        step: int | None,
+        epoch: int,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Copy the files into a tree, and give it to the stager.
+
+        Args:
+            complete: files of the output folder that are whole; of others the last kept copy stands.
+            source: what the script asked to keep; None: the output folder is what is kept.
+        """
+        number = next_step(step, self._state.step)
+        try:
+            versions = await run_in_thread(self._write_tree, number, tree, complete, source)
+        except (OutputLimitError, OSError, shutil.Error) as error:
+            self._warn(f"files are not kept: {error}")
+            return
+        if versions is None:
+            return
+        old, self._state.tree = self._state.tree, str(self._tree(number))
+        self._state.step, self._state.versions = number, versions
+        self._state.epoch = max(epoch, self._state.epoch)
+        self._state.is_requested = self._state.is_requested or source is not None
+        self._state.artifacts = self.artifacts
+        samples = self._follower.state.ranks[0].samples_consumed
+        self._follower.state.snapshots[number] = CheckpointLine(
+            time=time.time(),
+            folder=str(self._packed(number)),
+            step=number,
+            epoch=max(self._state.epoch, 1),
+            samples_consumed=samples,
+            metrics=dict(metrics),
+        )
+        self._save()
+        await self._follower.save()
+        self._follower.news.set()
+        if old is not None:
+            await asyncio.to_thread(shutil.rmtree, old, True)
+
+    def _write_tree(
+        self, step: int, tree: OutputTree, complete: set[str], source: Path | None
+    ) -> dict[str, FileVersion] | None:
+        """Write the tree and its packed form; return the versions of the output folder's files in it.
+
+        A tree of no files at all is None.
+        """
+        target, packed = self._tree(step), self._packed(step)
+        for leftover in (target, packed):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._check_size(tree, source)
+        before = Path(self._state.tree) if self._state.tree is not None else None
+        files: dict[str, Path] = {}
+        if source is not None:
+            copied = _copy_requested(source, target / "requested", self._outputs)
+            files |= copied
+        elif self._state.is_requested and before is not None:
+            # The last requested checkpoint stays what it is; only the output folder has changed.
+            files |= dict(_link_tree(before / "requested", target / "requested"))
+        versions = dict(self._copy_outputs(tree, complete, before, target / "outputs"))
+        prefix: str | None = ""
+        if files:
+            prefix = _free_name(files) if versions else None
+        files |= {f"{prefix}/{name}" if prefix else name: target / "outputs" / name for name in versions}
+        if not files:
+            shutil.rmtree(target, ignore_errors=True)
+            return None
+        pack_files(files, KeptLayout(outputs=prefix, artifacts=tuple(self.artifacts)), packed)
+        return versions
+
+    def _copy_outputs(
+        self, tree: OutputTree, complete: set[str], before: Path | None, target: Path
+    ) -> Iterable[tuple[str, FileVersion]]:
+        """Yield what lies in ``target`` then: changed files that are complete are copied, of others the last copy is.
+
+        While a file is incomplete, a file that was removed stays: the one may be about to replace the other.
+        """
+        kept = self._state.versions
+        removed = kept.keys() - tree.versions.keys() if complete != set(tree.versions) else set()
+        for name in [*tree.versions, *sorted(removed)]:
+            copy = target / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            version = tree.versions.get(name)
+            changed = version is not None and version != kept.get(name) and name in complete
+            if version is not None and changed and _copy_whole(self._outputs / name, copy, version):
+                yield name, version
+            elif name in kept and before is not None and (before / "outputs" / name).exists():
+                os.link(before / "outputs" / name, copy)
+                yield name, kept[name]
+
+    def _check_size(self, tree: OutputTree, source: Path | None) -> None:
+        kept = self._state.versions
+        size = sum(version.size_bytes for version in tree.versions.values())
+        new = sum(version.size_bytes for name, version in tree.versions.items() if kept.get(name) != version)
+        if source is not None:
+            asked = sum(path.stat().st_size for _, path in list_files(source)) if source.is_dir() else 0
+            size, new = size + asked, new + asked
+        limit = self._settings.output_max_bytes
+        if size > limit:
+            raise OutputLimitError(
+                f"they take {size:,} bytes, more than the limit of {limit:,}: remove old ones, or raise "
+                "TRAINBUS_OUTPUT_MAX_BYTES"
+            )
+        free = shutil.disk_usage(self._folder).free
+        if new + FREE_BYTES > free:
+            raise OutputLimitError(f"a copy of {new:,} bytes does not fit the node's disk, which has {free:,} free")
+
+    def _tree(self, step: int) -> Path:
+        return self._folder / "trees" / f"step_{step}"
+
+    def _packed(self, step: int) -> Path:
+        return self._folder / "checkpoints" / f"kept_{step}"
+
+    def _save(self) -> None:
+        write_atomically(self._path, self._state.model_dump_json())
+
+    def _warn(self, text: str) -> None:
+        """Write a problem into the run's own log, once."""
+        if text in self._state.warnings:
+            return
+        self._state.warnings.append(text)
+        self._save()
+        write_to_log(self._folder, text, self._rank)
+
+
+def describe_unkept(working_folder: Path | None, since: float) -> str:
+    """Return what the author of a run that kept nothing should know: which files it wrote elsewhere, and what to do."""
+    written = []
+    for name, path in list_files(working_folder) if working_folder is not None else ():
+        if path.suffix != ".pyc" and path.stat().st_mtime >= since:
+            written.append((path.stat().st_size, name))
+    names = ", ".join(f"{name} ({size:,} bytes)" for size, name in sorted(written, reverse=True)[:3])
+    lost = f"; in its working folder, which is removed, it wrote {names}" if names else ""
+    return (
+        f"the run kept no file{lost}. Write into the folder that {OUTPUT_DIR_VARIABLE} names, or call "
+        "trainbus.checkpoint(path)"
+    )
+
+
+def write_to_log(folder: Path, text: str, rank: int = 0) -> None:
+    """Append a line of trainbus to a rank's output: its reader is the author of the script."""
+    log.info("wrote to the run's output", text=text)
+    with log_path(folder, rank).open("ab") as output:
+        output.write(f"trainbus: {text}\n".encode())
+
+
+def _free_name(files: Iterable[str]) -> str:
+    taken = {name.split("/", 1)[0] for name in files}
+    name = OUTPUTS_NAME
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _copy_whole(source: Path, target: Path, version: FileVersion) -> bool:
+    """Copy a file; return False, without a copy, if it changed meanwhile."""
+    try:
+        shutil.copyfile(source, target)
+        found = source.stat()
+    except FileNotFoundError:
+        target.unlink(missing_ok=True)
+        return False
+    if FileVersion(found.st_size, found.st_mtime_ns, found.st_ino) == version:
+        return True
+    target.unlink(missing_ok=True)
+    return False
+
+
+def _copy_requested(source: Path, target: Path, outputs: Path) -> dict[str, Path]:
+    """Copy what a script asked to keep; return its files by name. Links out of it are left out."""
+    target.mkdir(parents=True)
+    if source.is_file():
+        shutil.copyfile(source, target / source.name)
+        return {source.name: target / source.name}
+    found = {}
+    for name in scan(source, 10**9).versions:
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, copy)
+        found[name] = copy
+    return found
+
+
+def _link_tree(source: Path, target: Path) -> Iterable[tuple[str, Path]]:
+    for name, path in list_files(source):
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        os.link(path, copy)
+        yield name, copy

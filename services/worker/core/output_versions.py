@@ -1,0 +1,47 @@
+"""Which files of an output folder are complete, so that a copy of them can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class FileVersion(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+
+@dataclass(slots=True)
+class SettledFiles:
+    """Finds the files that have not changed for ``settle_s``. A file of which a part is written counts as changing."""
+
+    settle_s: float
+    _seen: dict[str, tuple[FileVersion, float]] = field(default_factory=dict)
+
+    def observe(self, files: Mapping[str, FileVersion], now_s: float) -> set[str]:
+        """Return the names of the files that have settled. ``now_s``: a monotonic clock."""
+        seen = {}
+        for name, version in files.items():
+            known = self._seen.get(name)
+            seen[name] = known if known is not None and known[0] == version else (version, now_s)
+        self._seen = seen
+        return {name for name, (_, since_s) in seen.items() if now_s - since_s >= self.settle_s}
+
+
+def written_before(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
+    """Return the files that were last written before a time: those of a process that was killed later are whole."""
+    return {name for name, version in files.items() if version.modified_ns / 1e9 < time_s}
+
+
+def written_after(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
+    """Return the files that were last written after a time."""
+    return {name for name, version in files.items() if version.modified_ns / 1e9 > time_s}
+
+
+def next_step(reported: int | None, last: int) -> int:
+    """Return the step of the next kept state: the reported one, but always beyond the last."""
+    return max(reported or 0, last + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -134,16 +134,43 @@ def test_rank_inherits_listed_variables_only() -> None:
         "/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", ("GPU-a", "GPU-b")
     )
     event = placed(env={"MODE": "x", "RANK": "7", "PYTHONPATH": "/mine"})
-    (start,) = rank_environment.build_process_specs(event, event.members[0], agents, place)
+    start, other = rank_environment.build_process_specs(event, event.members[0], agents, place)
     assert "s" not in start.environment.values()
     assert start.environment["PATH"] == "/venv/bin:/usr/bin"
     assert start.environment["PYTHONPATH"] == "/code:/lib:/mine"
     assert (start.environment["MODE"], start.environment["RANK"]) == ("x", "2")
     assert start.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert start.environment["OMP_NUM_THREADS"] == "4"
-    assert start.command is not None
-    assert "--node_rank=1" in start.command
-    assert start.command[-1] == "true"
+    assert start.command == other.command == ("true",)
+    assert [each.environment["RANK"] for each in (start, other)] == ["2", "3"]
+    assert [each.environment["TRAINBUS_JOURNAL"] for each in (start, other)] == ["/rank_2.jsonl", "/rank_3.jsonl"]
+    assert start.environment["NODE_RANK"] == "1"
+
+
+CHOICES = [
+    ("none", {}, "/g1/outputs"),
+    ("a folder of the script's", {"TRAINBUS_OUTPUT_DIR": "runs/now"}, "/g1/code/runs/now"),
+    ("the whole working folder", {"TRAINBUS_OUTPUT_DIR": "."}, "/g1/outputs"),
+    ("outside", {"TRAINBUS_OUTPUT_DIR": "../x"}, "/g1/outputs"),
+    ("absolute", {"TRAINBUS_OUTPUT_DIR": "/etc"}, "/g1/outputs"),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), [case[1:] for case in CHOICES], ids=[case[0] for case in CHOICES])
+def test_output_folder_lies_in_the_generations_folder(env: dict[str, str], expected: str) -> None:
+    spec = placed(env=env).spec
+    chosen = rank_environment.choose_output_dir(spec, PurePosixPath("/g1"), PurePosixPath("/g1/code"))
+    assert str(chosen) == expected
+
+
+def test_long_params_are_in_the_launch_alone() -> None:
+    place = rank_environment.NodeEnvironment("/l.json", "10.0.0.1", 29, (), "/venv/bin", 8, 2)
+    environments = []
+    for value in ("short", "x" * 200_000):
+        event = placed(params={"text": value})
+        environments.append(rank_environment.build_environment(event, event.members[0], 0, {}, place))
+    assert environments[0]["TRAINBUS_PARAMS"] == '{"text": "short"}'
+    assert "TRAINBUS_PARAMS" not in environments[1]
 
 
 ENDS = [

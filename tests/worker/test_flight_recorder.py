@@ -52,7 +52,7 @@ def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
         str(folder / "launch.json"), "10.0.0.1", 29, (), "/bin", 8, 2, "eth0", gpus
     )
     event = placed()
-    (start,) = rank_environment.build_process_specs(event, event.members[0], {}, place)
+    start = rank_environment.build_process_specs(event, event.members[0], {}, place)[0]
     assert start.environment.get("TORCH_FR_BUFFER_SIZE") == ("2000" if gpus else None)
     stem = start.environment.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
     assert stem == start.environment.get("TORCH_FR_DUMP_TEMP_FILE", "")

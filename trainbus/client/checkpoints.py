@@ -22,6 +22,7 @@ from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
 from services.kit.bus import TransientError
 from services.kit.chunks import read_piece, restore_file
+from services.kit.kept_files import list_files, unpack_files
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
@@ -442,4 +443,7 @@ async def fetch_checkpoint(
                 path.unlink()
                 raise TrainbusError(f"{file.path!r} of {stored.uri} does not have the hash that was committed")
             paths.append(path)
+    # What a script kept: its files as they were, whatever their names and number.
+    if await asyncio.to_thread(unpack_files, folder) is not None:
+        paths = [path for _, path in sorted(list_files(folder))]
     return FetchedCheckpoint(stored, folder, tuple(paths))

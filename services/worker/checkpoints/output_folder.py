@@ -142,7 +142,7 @@ class OutputKeeper:
         """The output folder."""
         return self._outputs
 
-    def begin(self, ref: CheckpointRef, folder: Path, layout: KeptLayout | None) -> None:
+    def continue_from(self, ref: CheckpointRef, folder: Path, layout: KeptLayout | None) -> None:
         """Continue from a checkpoint in ``folder``; the content of its output folder lies in this one again."""
         self._state.step, self._state.epoch = ref.step, ref.epoch
         if layout is not None:
@@ -237,7 +237,7 @@ class OutputKeeper:
         if not tree.versions:
             return  # an emptied folder: the last kept state stays
         state = self._follower.state.ranks[0]
-        await self._keep(tree, complete, None, state.step, state.epoch, state.values)
+        await self._keep_tree(tree, complete, None, state.step, state.epoch, state.values)
 
     async def _keep_requested(self, max_waiting: int) -> None:
         """Keep what the script asked for; leave the oldest out if it asks faster than the store takes it."""
@@ -261,7 +261,7 @@ class OutputKeeper:
             return
         tree = await self._scan() or OutputTree({})
         complete = self._settled.observe(tree.versions, time.monotonic()) if tree.versions else set()
-        await self._keep(tree, complete, source, line.step, line.epoch or 0, line.metrics or {})
+        await self._keep_tree(tree, complete, source, line.step, line.epoch or 0, line.metrics or {})
 
     def _remove_request(self, line: KeepLine) -> None:
         """Remove the copy that ``trainbus.checkpoint`` made; what another program named is its own."""
@@ -269,7 +269,7 @@ class OutputKeeper:
         if source.is_absolute() and source.parent == (self._folder / "kept"):
             shutil.rmtree(source, ignore_errors=True)
 
-    async def _keep(
+    async def _keep_tree(
         self,
         tree: OutputTree,
         complete: set[str],

@@ -282,7 +282,7 @@ class GenerationRunner:
         if not is_command(self.placed.spec) or inputs.resume is None or inputs.resume_folder is None:
             return
         follower.resume = inputs.resume
-        await run_in_thread(self._keeper.begin, inputs.resume, inputs.resume_folder, inputs.resume_layout)
+        await run_in_thread(self._keeper.continue_from, inputs.resume, inputs.resume_folder, inputs.resume_layout)
 
     async def _finish_outputs(self, follower: JournalFollower) -> None:
         """Keep what the script left, as far as it is complete."""

@@ -1,4 +1,4 @@
-"""Somebody's own training script: no Task, started by torchrun. Argument: the rank that breaks."""
+"""Somebody's own training script: no Task, started once for each slot. Argument: the rank that breaks."""
 
 import sys
 

@@ -6,6 +6,7 @@ A sentence is about the run, node, dataset or model of the fact and does not nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from contracts.base import Event
@@ -56,6 +57,17 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units: ``42 s``, ``1 m 20 s``, ``2 h 5 m``."""
+    units = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
+    whole = max(0, round(seconds))
+    for (size, unit), (smaller, small_unit) in pairwise(units):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{whole} s"
 
 
 def format_problems(fact: run.RunRejected) -> str:

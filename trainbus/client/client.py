@@ -33,6 +33,7 @@ from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
 from trainbus.client.package import pack_project
+from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import MetricPoint
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
 from trainbus.client.submit_options import SubmitOptions
@@ -117,9 +118,9 @@ class AsyncClient:
         """Return the id of a run."""
         return run.run_id if isinstance(run, SubmittedRun | RunView) else await runs.find_run(self.connection, run)
 
-    async def runs(self, *, include_ended: bool = True) -> list[RunView]:
+    async def runs(self, *, include_ended: bool = True, matching: RunFilter | None = None) -> list[RunView]:
         """Return the runs in the order of their requests. Without ``include_ended``: only the newest 20 that ended."""
-        return await runs.list_runs(self.connection, include_ended=include_ended)
+        return await runs.list_runs(self.connection, include_ended=include_ended, matching=matching)
 
     async def run(self, run: RunRef) -> RunView:
         """Return one run as it stands, with its timeline."""
@@ -227,17 +228,28 @@ class AsyncClient:
             for message in batch:
                 yield message
 
-    async def logs(self, run: RunRef, *, follow: bool = False) -> AsyncGenerator[tuple[int, str], None]:
-        """Yield (rank, line) of a run's output. With ``follow`` until it has ended. The bus keeps lines for 14 days."""
+    async def logs(
+        self,
+        run: RunRef,
+        *,
+        follow: bool = False,
+        rank: int | None = None,
+        tail: int | None = None,
+        since: datetime | None = None,
+        pattern: str | None = None,
+    ) -> AsyncGenerator[tuple[int, str], None]:
+        """Yield (rank, line) of a run's output. With ``follow`` until it has ended. The bus keeps lines for 14 days.
+
+        ``rank``, ``since`` and ``pattern`` (a regular expression) select lines; ``tail`` the last of those there are.
+        """
         run_id = await self.find_run(run)
+        choice = runs.OutputChoice(rank, tail, since, pattern)
         if follow:
-            async for message in runs.follow_until_ended(self.connection, run_id, topology.LOGS, subjects.log(run_id)):
-                for line in message.event.lines:
-                    yield message.event.rank, line
+            async for line in runs.follow_lines(self.connection, run_id, choice):
+                yield line
             return
-        for message in await self.connection.read(subjects.log(run_id), stream=topology.LOGS):
-            for line in message.event.lines:
-                yield message.event.rank, line
+        for line in await runs.read_output(self.connection, run_id, choice):
+            yield line
 
     async def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
         """Return metric name -> points (step, value, time) in the order of their steps."""

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from contracts import subjects, topology
+from contracts.texts import format_reason, plural
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
-from trainbus.client.runs import fold_events
+from trainbus.client.runs import read_run
 from trainbus.client.views import RunView
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Explanation:
 
 async def explain_run(connection: Connection, run_id: str) -> Explanation:
     """Return the scheduler's answer, or what the log says if the scheduler does not answer."""
-    view = fold_events(await connection.read(subjects.run(run_id))).runs[run_id]
+    view = await read_run(connection, run_id)
+    if view.state == "requested":
+        return Explanation(run_id, view.name, view.state, view.reason, "log")
     answer = None
     if not view.ended:
         answer = await connection.query("scheduler", "why", {"run_id": run_id}, ANSWER_TIMEOUT_S)
@@ -63,17 +66,21 @@ def recorded_reason(view: RunView) -> str:
         case "queued":
             return view.reason or "the scheduler is about to place it"
         case "placed":
-            return f"it was placed on {view.slots_got} slots and its ranks are starting"
+            return f"it was placed on {plural(view.slots_got, 'slot')} and its ranks are starting"
         case "running":
-            return f"it runs on {view.slots_got} slots of the {view.slots_min} to {view.slots_max} it can use"
+            return f"it runs on {plural(view.slots_got, 'slot')} of the {_format_range(view)} it can use"
         case "preempting" | "cancelling":
-            return f"it was asked to stop: {view.reason}"
+            return f"it was asked to stop{format_reason(view.reason)}"
         case "completed" if not view.verdict:
             return "every rank succeeded"
         case "completed":
             return f"{view.verdict}, {view.verdict_reason}"
         case _:
             return view.reason or "no reason was given"
+
+
+def _format_range(view: RunView) -> str:
+    return str(view.slots_max) if view.slots_min == view.slots_max else f"{view.slots_min} to {view.slots_max}"
 
 
 async def explain_past(connection: Connection, run_id: str, entries: AsyncIterable[Entry], at: datetime) -> Explanation:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-from collections.abc import AsyncIterator, Callable, Iterable
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from contracts import subjects, topology
 from contracts.events import run
-from contracts.state.run import TERMINAL_STATES
 from trainbus.client.connection import Connection, StoredEvent
-from trainbus.client.errors import NotFoundError
+from trainbus.client.errors import NotFoundError, UsageError
+from trainbus.client.pace import TrainingPace
+from trainbus.client.requests import explain_requested, read_requested_runs
+from trainbus.client.run_filter import RunFilter
 from trainbus.client.views import RunView, StackView, fold_facts
 
 #: The facts that a list of runs needs; the many others of long runs stay on the server.
@@ -30,10 +35,56 @@ NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.WILDCARD, name) f
 )))  # fmt: skip
 #: Ended runs that a list holds unless all are asked for.
 MAX_ENDED_RUNS = 20
+#: Ended runs of a list whose last metrics are read; older ones are in MLflow.
+MAX_MEASURED_RUNS = 100
+#: Runs whose progress is read at the same time.
+READ_AT_ONCE = 20
 #: Messages of PROGRESS that are searched first for a run's position.
 NEWEST_PROGRESS = 200
+#: Messages of LOGS that are searched first for a run's last lines.
+NEWEST_OUTPUT = 200
+#: Facts before which ranks have printed what they had to.
+ENDS: tuple[type[run.RunFact], ...] = (run.RunExited, run.RunReleased, *run.TERMINAL)
 #: Batches without an event, a quarter of a second each, after which the end of a run is looked up.
 IDLE_BATCHES = 2
+
+
+class RankLine(NamedTuple):
+    """A line of output of one rank."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChoice:
+    """Which lines of a run's output are meant; None: all."""
+
+    rank: int | None = None
+    #: The last lines alone.
+    tail: int | None = None
+    #: Printed since then; lines are published together every second or so.
+    since: datetime | None = None
+    #: A regular expression that is found in the line.
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise UsageError(f"{self.pattern!r} is no regular expression: {error}") from error
+
+    @property
+    def subject_rank(self) -> int | str:
+        """The rank in a subject of LOGS."""
+        return subjects.WILDCARD if self.rank is None else self.rank
+
+    def select(self, message: StoredEvent) -> list[RankLine]:
+        """Return the lines of a message that are meant, ``tail`` apart."""
+        if self.since is not None and message.time < self.since:
+            return []
+        found = re.compile(self.pattern or "").search
+        return [RankLine(message.event.rank, line) for line in message.event.lines if found(line)]
 
 
 class MetricPoint(NamedTuple):
@@ -50,23 +101,40 @@ def fold_events(messages: Iterable[StoredEvent]) -> StackView:
     return fold_facts((each.sequence, each.envelope.time, each.event) for each in messages)
 
 
-async def list_runs(connection: Connection, *, include_ended: bool) -> list[RunView]:
-    """Return the runs in the order of their requests: those that have not ended and the newest that have, or all."""
-    views = list(fold_events(await connection.read(*RUN_FACTS)).runs.values())
+async def list_runs(connection: Connection, *, include_ended: bool, matching: RunFilter | None = None) -> list[RunView]:
+    """Return the runs in the order of their requests: those that have not ended and the newest that have, or all.
+
+    Requests that the scheduler has not answered are among them.
+    """
+    requested = await read_requested_runs(connection)
+    folded = fold_events(await connection.read(*RUN_FACTS)).runs
+    unanswered = [view for run_id, view in requested.items() if run_id not in folded]
+    if unanswered:
+        reason = await explain_requested(connection)
+        for view in unanswered:
+            view.reason = reason
+    views = [*folded.values(), *unanswered]
+    if matching is not None:
+        views = matching.select(views)
     if not include_ended:
         newest = {each.run_id for each in [each for each in views if each.ended][-MAX_ENDED_RUNS:]}
         views = [each for each in views if not each.ended or each.run_id in newest]
-    for view in views:
-        if not view.ended:
-            await add_progress(connection, view)
+    ended = [view for view in views if view.ended]
+    measured = [view for view in views if not view.ended] + ended[-MAX_MEASURED_RUNS:]
+    for first in range(0, len(measured), READ_AT_ONCE):
+        await asyncio.gather(*(add_progress(connection, view) for view in measured[first : first + READ_AT_ONCE]))
     return views
 
 
 async def read_run(connection: Connection, run_id: str) -> RunView:
     """Return one run as it stands, with its timeline and its training's position."""
-    view = fold_events(await connection.read(subjects.run(run_id))).runs[run_id]
-    if not view.ended:
-        await add_progress(connection, view)
+    requested = await read_requested_runs(connection)
+    view = fold_events(await connection.read(subjects.run(run_id))).runs.get(run_id)
+    if view is None:
+        view = requested.get(run_id) or RunView(run_id)
+        view.reason = await explain_requested(connection)
+        return view
+    await add_progress(connection, view)
     return view
 
 
@@ -78,11 +146,14 @@ async def find_run(connection: Connection, name: str) -> str:
     """
     if name.isalnum() and await connection.read(subjects.run(name)):
         return name
+    requested = await read_requested_runs(connection)
     state = fold_events(
         await connection.read(
             subjects.fact("run", subjects.WILDCARD, "accepted"), subjects.fact("run", subjects.WILDCARD, "rejected")
         )
     )
+    for run_id, view in requested.items():
+        state.runs.setdefault(run_id, view)
     found = state.find(name)
     if len(found) == 1:
         return found[0].run_id
@@ -116,19 +187,118 @@ async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple
             state.apply(message.sequence, message.envelope.time, message.event)
         if batch:
             yield view, batch
-        evaluated = view.spec is not None and view.spec.evaluation is not None
-        if view.state in TERMINAL_STATES and (view.state != "completed" or not evaluated or view.verdict):
+        if _is_settled(view):
             return
 
 
-async def follow_until_ended(
-    connection: Connection, run_id: str, stream: topology.Stream, subject: str
-) -> AsyncIterator[StoredEvent]:
-    """Yield the events on a subject until the run has ended and no more come."""
-    idle = 0
-    async for batch in connection.follow(stream, subject):
+def _is_settled(view: RunView) -> bool:
+    """Whether a run has ended and, where one is due, its verdict is out."""
+    evaluated = view.spec is not None and view.spec.evaluation is not None
+    return view.ended and (view.state != "completed" or not evaluated or bool(view.verdict))
+
+
+async def follow_output(
+    connection: Connection, run_id: str, rank: int | None = 0
+) -> AsyncGenerator[tuple[RunView, list[StoredEvent]], None]:
+    """Yield a run's state after each batch of its facts, its progress or its output, until ``follow_run`` ends.
+
+    Every line of output comes before the fact that ends the run. ``rank`` None is every rank. An empty batch comes four
+    times a second while nothing happens.
+    """
+    sources = {
+        topology.LOGS: subjects.log(run_id, subjects.WILDCARD if rank is None else rank),
+        topology.PROGRESS: subjects.progress(run_id),
+    }
+    position = dict.fromkeys(sources, 0)
+    state = StackView()
+    view = state.runs[run_id] = RunView(run_id)
+    pace = TrainingPace()
+
+    def fold(stream: topology.Stream, batch: list[StoredEvent]) -> None:
         for message in batch:
-            yield message
+            if stream is topology.FACTS:
+                state.apply(message.sequence, message.envelope.time, message.event)
+            elif stream is topology.PROGRESS and message.event.kind == "training":
+                apply_progress(view, message.event, pace)
+            if stream in position:
+                position[stream] = message.sequence
+
+    streams = {stream: connection.follow(stream, subject) for stream, subject in sources.items()}
+    async with aclosing(
+        _merge({topology.FACTS: connection.follow(topology.FACTS, subjects.run(run_id)), **streams})
+    ) as batches:
+        async for stream, batch in batches:
+            is_end = stream is topology.FACTS and any(isinstance(message.event, ENDS) for message in batch)
+            # A node publishes all output of its ranks before it reports their end.
+            for other, subject in sources.items() if is_end else ():
+                rest = await connection.read(subject, stream=other, start_sequence=position[other] + 1)
+                fold(other, rest)
+                yield view, rest
+            fresh = [each for each in batch if stream not in position or each.sequence > position[stream]]
+            fold(stream, fresh)
+            yield view, fresh
+            if _is_settled(view):
+                return
+
+
+async def _merge(
+    sources: Mapping[topology.Stream, AsyncIterator[list[StoredEvent]]],
+) -> AsyncGenerator[tuple[topology.Stream, list[StoredEvent]], None]:
+    """Yield the batches of several streams as they come; the empty ones of FACTS alone."""
+    arrived: asyncio.Queue[tuple[topology.Stream, list[StoredEvent]]] = asyncio.Queue(maxsize=10)
+
+    async def pump(stream: topology.Stream, batches: AsyncIterator[list[StoredEvent]]) -> None:
+        async for batch in batches:
+            if batch or stream is topology.FACTS:
+                await arrived.put((stream, batch))
+
+    pumps = [asyncio.create_task(pump(stream, batches)) for stream, batches in sources.items()]
+    try:
+        while True:
+            batch = asyncio.create_task(arrived.get())
+            done, _ = await asyncio.wait([batch, *pumps], return_when=asyncio.FIRST_COMPLETED)
+            if batch not in done:
+                batch.cancel()
+                await next(iter(done))
+                return
+            yield batch.result()
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def read_output(connection: Connection, run_id: str, choice: OutputChoice) -> list[RankLine]:
+    """Return the lines of a run's output that are there, in the order of the log."""
+    last = await connection.read_last(topology.LOGS, subjects.log(run_id, choice.subject_rank))
+    return [] if last is None else await _read_lines(connection, run_id, choice, last.sequence)
+
+
+async def _read_lines(connection: Connection, run_id: str, choice: OutputChoice, end: int) -> list[RankLine]:
+    """Return the lines up to the sequence number ``end``; of many, no more is read than ``tail`` needs."""
+    subject = subjects.log(run_id, choice.subject_rank)
+    reach = end if choice.tail is None else NEWEST_OUTPUT
+    while True:
+        start = max(1, end - reach)
+        messages = await connection.read(subject, stream=topology.LOGS, start_sequence=start)
+        lines = [line for message in messages if message.sequence <= end for line in choice.select(message)]
+        if start == 1 or (choice.tail is not None and len(lines) >= choice.tail):
+            return lines if choice.tail is None else lines[max(0, len(lines) - choice.tail) :]
+        reach *= 10
+
+
+async def follow_lines(connection: Connection, run_id: str, choice: OutputChoice) -> AsyncGenerator[RankLine, None]:
+    """Yield the lines of a run's output until it has ended and no more come."""
+    subject = subjects.log(run_id, choice.subject_rank)
+    last = await connection.read_last(topology.LOGS, subject)
+    if last is not None:
+        for line in await _read_lines(connection, run_id, choice, last.sequence):
+            yield line
+    idle, start = 0, 1 if last is None else last.sequence + 1
+    async for batch in connection.follow(topology.LOGS, subject, start_sequence=start):
+        for message in batch:
+            for line in choice.select(message):
+                yield line
         idle = 0 if batch else idle + 1
         if idle >= IDLE_BATCHES and await read_end(connection, run_id) is not None:
             return
@@ -148,10 +318,13 @@ async def wait_for_event(
 
 
 async def add_progress(connection: Connection, view: RunView) -> None:
-    """Bring the view of a running run up to where its training is now."""
+    """Bring the view of a run up to where its training is now, or was last. A run's own results stand."""
     subject = subjects.progress(view.run_id)
+    # An ended run has what its last training reported, however often it was restarted after that.
+    least = 0 if view.ended else view.generation
+    results = dict(view.metrics) if view.ended else {}
     last = await connection.read_last(topology.PROGRESS, subject)
-    if last is None or last.event.generation < view.generation:
+    if last is None or last.event.generation < least:
         return
     reach = NEWEST_PROGRESS
     while True:
@@ -159,25 +332,29 @@ async def add_progress(connection: Connection, view: RunView) -> None:
         start = max(1, last.sequence - reach)
         messages = await connection.read(subject, stream=topology.PROGRESS, start_sequence=start)
         trained: list[run.RunProgress] = [
-            each.event
-            for each in messages
-            if each.event.kind == "training" and each.event.generation >= view.generation
+            each.event for each in messages if each.event.kind == "training" and each.event.generation >= least
         ]
-        older_ones_remain = start > 1 and (not messages or messages[0].event.generation >= view.generation)
+        older_ones_remain = start > 1 and (not messages or messages[0].event.generation >= least)
         if trained or not older_ones_remain:
             break
         reach *= 10
+    pace = TrainingPace()
     for event in trained:
-        apply_progress(view, event)
+        apply_progress(view, event, pace)
+    view.metrics.update(results)
 
 
-def apply_progress(view: RunView, event: run.RunProgress) -> None:
-    """Bring a view up to what its training has reported."""
+def apply_progress(view: RunView, event: run.RunProgress, pace: TrainingPace | None = None) -> None:
+    """Bring a view up to what its training has reported; ``pace`` measures its speed."""
     view.step = max(view.step, event.step)
     view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
     view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
     for point in event.points:
         view.metrics.update(point.values)
+        if pace is not None:
+            pace.add(point.time, point.step)
+    if pace is not None:
+        view.steps_per_s = pace.steps_per_s
 
 
 async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[MetricPoint]]:

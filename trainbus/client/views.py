@@ -39,6 +39,9 @@ class RunView:
     state: str = "requested"
     requested_at: datetime | None = None
     ended_at: datetime | None = None
+    user: str | None = None
+    team: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     slots_min: int = 1
     slots_max: int = 1
@@ -52,6 +55,8 @@ class RunView:
     samples_consumed: int = 0
     total_steps: int | None = None
     epoch: int = 0
+    #: How fast it trains; None while it is not known.
+    steps_per_s: float | None = None
     #: Why it waits, or why it ended.
     reason: str = ""
     log_tail: tuple[str, ...] = ()
@@ -75,6 +80,7 @@ class RunView:
     model: str | None = None
     experiment: str = "default"
     mlflow_run_id: str | None = None
+    mlflow_experiment_id: str | None = None
     parent_run_id: str | None = None
     evaluates: str | None = None
     timeline: list[TimelineEntry] = field(default_factory=list)
@@ -83,6 +89,13 @@ class RunView:
     @property
     def ended(self) -> bool:
         return self.state in TERMINAL_STATES
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds of training that are left at its present speed; None while that is not known."""
+        if self.state != "running" or self.total_steps is None or not self.steps_per_s:
+            return None
+        return max(0, self.total_steps - self.step) / self.steps_per_s
 
     @property
     def restarts(self) -> int:
@@ -275,15 +288,20 @@ def fold_facts(events: Iterable[tuple[int, datetime, Any]]) -> StackView:
 # -- how each fact changes a run ---------------------------------------------
 
 
-def _apply_accepted(view: RunView, event: run.RunAccepted) -> None:
-    spec = event.spec
+def apply_spec(view: RunView, spec: RunSpec) -> None:
+    """Set what a request or its acceptance has of the run."""
     view.name, view.kind, view.priority, view.model = spec.name, spec.kind, spec.priority, spec.model
+    view.user, view.team, view.params = spec.user, spec.team, dict(spec.params)
     view.slots_min, view.slots_max, view.experiment = spec.slots.min, spec.slots.max, spec.experiment
-    view.parent_run_id = event.parent_run_id
     view.metric = spec.evaluation.metric if spec.evaluation else None
     view.evaluates = spec.evaluate.run_id if spec.evaluate else None
     view.logical_ranks = spec.training.logical_ranks if spec.training else None
     view.spec = spec
+
+
+def _apply_accepted(view: RunView, event: run.RunAccepted) -> None:
+    apply_spec(view, event.spec)
+    view.parent_run_id = event.parent_run_id
 
 
 def _apply_rejected(view: RunView, event: run.RunRejected) -> None:
@@ -342,6 +360,10 @@ def _apply_not_promoted(view: RunView, event: run.RunNotPromoted) -> None:
     view.verdict, view.verdict_reason, view.model = "not promoted", event.reason, event.model
 
 
+def _apply_tracked(view: RunView, event: run.RunTracked) -> None:
+    view.mlflow_run_id, view.mlflow_experiment_id = event.mlflow_run_id, event.mlflow_experiment_id
+
+
 def _copy(name: str) -> Callable[[RunView, Any], None]:
     """Return a change that takes one field from the fact."""
     return lambda view, event: setattr(view, name, getattr(event, name))
@@ -353,7 +375,7 @@ _RUN: dict[type[Any], Callable[[RunView, Any], object]] = {
     run.RunPrepared: _copy("dataset_id"),
     run.RunQueued: _apply_queued,
     run.RunFailed: _copy("log_tail"),
-    run.RunTracked: _copy("mlflow_run_id"),
+    run.RunTracked: _apply_tracked,
     run.RunWaiting: _apply_waiting,
     run.RunPlaced: _apply_placed,
     run.RunStarted: _apply_started,

@@ -31,6 +31,7 @@ StackName = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[str, typer.Argument(help="A run's id, the unique start of one, or its name.")]
+Rank = Annotated[str, typer.Option("--rank", metavar="N|all", help="Output of this rank, or of all.")]
 Checkpoint = Annotated[
     str,
     typer.Argument(
@@ -145,6 +146,19 @@ def flags_of(options: type, flags: Mapping[str, tuple[type, str]]) -> list[inspe
             )
         )
     return found
+
+
+def parse_rank(text: str) -> int | None:
+    """Return the rank of ``0``; None for ``all``.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--rank {text!r}: give a number, or all")
+    return int(text)
 
 
 def parse_pair(flag: str, text: str) -> tuple[str, str]:

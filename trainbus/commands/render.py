@@ -25,6 +25,7 @@ STATE_STYLE = {
     "queued": "yellow",
     "preparing": "yellow",
     "accepted": "yellow",
+    "requested": "yellow",
     "failed": "bold red",
     "rejected": "bold red",
     "cancelled": "magenta",

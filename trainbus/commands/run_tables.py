@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from contracts.texts import DEFAULT_REASONS, format_duration, plural
+from trainbus.client.address import StackAddress
 from trainbus.client.views import ModelView, NodeView, RunView, TimelineEntry
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
 #: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130
+#: Columns of a list of runs that are there where they are empty too.
+ALWAYS_SHOWN = ("run", "name", "state", "slots", "step", "age")
 
 
 def run_to_plain(view: RunView) -> dict[str, Any]:
@@ -31,32 +36,43 @@ def summarize_run(view: RunView) -> dict[str, Any]:
 def render_runs(views: Iterable[RunView], now: datetime, width: int = render.PLAIN_WIDTH) -> Group:
     """Return a table of runs, and under it the reasons of those that wait or failed."""
     views = list(views)
-    names = ["run", "name", "state", "slots", "step", "restarts", "exact", "checkpoint", "metric", "verdict", "age"]
     narrow = width < WIDE
+    rows = [_list_cells(view, now, narrow=narrow) for view in views]
+    shown = {name for row in rows for name, text in row.items() if text}
+    names = [name for name in rows[0] if name in shown or name in ALWAYS_SHOWN] if rows else list(ALWAYS_SHOWN)
     if narrow:
         names = [name for name in names if name not in ("restarts", "exact", "checkpoint")]
     made = render.table(*names, right=("slots", "step", "restarts", "age"))
-    for view in views:
-        cells = {
-            "run": view.run_id,
-            "name": escape(view.name),
-            "state": render.state(view.state),
-            "slots": format_slots(view),
-            "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
-            "restarts": str(view.restarts),
-            "exact": {"exact": "bits", "samples-exact": "samples"}.get(view.exactness, ""),
-            "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
-            "metric": format_metric(view).rpartition("/")[2] if narrow else format_metric(view),
-            "verdict": escape(view.verdict),
-            "age": render.ago(view.requested_at, now),
-        }
-        made.add_row(*(cells[name] for name in names))
+    for row in rows:
+        made.add_row(*(row[name] for name in names))
     reasons = [
         f"{view.run_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(view.reason)}"
         for view in views
-        if view.reason and view.state != "running"
+        if has_reason(view) and view.state != "running"
     ]
     return Group(made, *reasons)
+
+
+def _list_cells(view: RunView, now: datetime, *, narrow: bool) -> dict[str, str]:
+    """Return a run's cells in a list: column -> text."""
+    return {
+        "run": view.run_id,
+        "name": escape(view.name),
+        "state": render.state(view.state),
+        "slots": format_slots(view),
+        "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
+        "restarts": str(view.restarts) if view.restarts else "",
+        "exact": {"exact": "bits", "samples-exact": "samples"}.get(view.exactness, ""),
+        "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
+        "metric": format_metric(view).rpartition("/")[2] if narrow else format_metric(view),
+        "verdict": escape(view.verdict),
+        "age": render.ago(view.requested_at, now),
+    }
+
+
+def has_reason(view: RunView) -> bool:
+    """Return whether a run has a reason that says more than its state."""
+    return bool(view.reason) and view.reason not in DEFAULT_REASONS
 
 
 def format_slots(view: RunView) -> str:
@@ -79,19 +95,33 @@ def format_metric(view: RunView) -> str:
     return next((f"{name} {value:.4g}" for name, value in view.metrics.items()), "")
 
 
-def render_run(view: RunView) -> Table:
+def find_links(view: RunView, address: StackAddress) -> dict[str, str]:
+    """Return the addresses of a run's pages: ``page`` is the gateway's, ``mlflow`` MLflow's."""
+    links = {}
+    if address.gateway_url:
+        links["page"] = f"{address.gateway_url.rstrip('/')}/#{view.run_id}"
+    if view.mlflow_run_id and (address.mlflow_uri or "").startswith("http"):
+        place = f"#/experiments/{view.mlflow_experiment_id}/runs/{view.mlflow_run_id}"
+        links["mlflow"] = f"{(address.mlflow_uri or '').rstrip('/')}/{place}"
+    return links
+
+
+def render_run(view: RunView, links: Mapping[str, str] | None = None) -> Table:
     """Return all fields of one run."""
+    links = links or {}
     made = Table.grid(padding=(0, 2))
     last = view.last_checkpoint
     rows: list[tuple[str, str]] = [
         ("run", view.run_id),
         ("name", escape(view.name)),
-        ("state", render.state(view.state) + (f" [dim]({escape(view.reason)})[/]" if view.reason else "")),
+        ("state", render.state(view.state) + (f" [dim]({escape(view.reason)})[/]" if has_reason(view) else "")),
         ("slots", format_slots(view) + (f" on {', '.join(view.nodes)}" if view.nodes else "")),
-        ("priority", str(view.priority)),
-        ("step", f"{view.step}" + (f" of {view.total_steps}" if view.total_steps else "")),
-        ("samples", f"{view.samples_consumed:,}"),
-        ("placements", f"{view.generation} ({view.failures} failures by its own fault)"),
+        ("team", escape("/".join(filter(None, (view.team, view.user))))),
+        ("priority", str(view.priority) if view.priority else ""),
+        ("params", escape(", ".join(f"{name}={_format_param(value)}" for name, value in view.params.items()))),
+        ("step", _format_position(view)),
+        ("samples", f"{view.samples_consumed:,}" if view.samples_consumed else ""),
+        ("placements", _format_placements(view)),
         ("exactness", format_exactness(view)),
         ("dataset", view.dataset_id or ""),
         ("checkpoint", f"step {last.step}, epoch {last.epoch}: {last.uri}" if last else ""),
@@ -101,7 +131,8 @@ def render_run(view: RunView) -> Table:
         ("champion was", render.numbers(view.champion)),
         ("verdict", escape(f"{view.verdict}: {view.verdict_reason}") if view.verdict else ""),
         ("model", view.model or ""),
-        ("MLflow run", view.mlflow_run_id or ""),
+        ("page", links.get("page", "")),
+        ("MLflow", links.get("mlflow") or (f"run {view.mlflow_run_id} (`trainbus ui`)" if view.mlflow_run_id else "")),
         ("restored from", view.parent_run_id or ""),
         ("weights from", _init(view)),
         ("evaluates", view.evaluates or ""),
@@ -117,6 +148,28 @@ def render_run(view: RunView) -> Table:
         if value:
             made.add_row(f"[dim]{name}[/]", value)
     return made
+
+
+def _format_position(view: RunView) -> str:
+    """Return the step with the epoch, and how long the training still takes."""
+    if not view.step and not view.total_steps:
+        return ""
+    parts = [f"{view.step:,}" + (f" of {view.total_steps:,}" if view.total_steps else "")]
+    if view.epoch:
+        parts.append(f"epoch {view.epoch}")
+    if view.left_s is not None:
+        parts.append(f"{format_duration(view.left_s)} left")
+    return ", ".join(parts)
+
+
+def _format_placements(view: RunView) -> str:
+    if not view.generation:
+        return ""
+    return str(view.generation) + (f" ({plural(view.failures, 'failure')} of its own)" if view.failures else "")
+
+
+def _format_param(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _init(view: RunView) -> str:

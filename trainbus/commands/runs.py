@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
-from trainbus.client.errors import RunFailedError, TrainbusError, UsageError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands import render
-from trainbus.commands.options import Json, Run, command, flags_of, parse_pair, parse_param
-from trainbus.commands.times import parse_time
+from trainbus.commands.options import Json, Rank, Run, command, flags_of, parse_pair, parse_param, parse_rank
+from trainbus.commands.times import parse_duration, parse_since, parse_time
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 PANEL = "Runs"
+#: What ``wait`` can wait for, besides the end.
+MILESTONES = ("accepted", "placed", "started", "completed", "failed", "cancelled")
 #: Options of ``submit`` with another type or flag than their field: ``flags_of`` makes the others.
 SUBMIT_FLAGS = {
     "request": (Path, "--request"),
@@ -47,8 +50,9 @@ async def submit(
     project: Annotated[Path | None, typer.Argument(help="The folder with the code; it is packed and uploaded.")] = None,
     task: Annotated[str | None, typer.Argument(help="What to train, module:Class. Or give --command.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay until the run ends; exit 1 if it fails.")
+        bool, typer.Option("--follow", "-f", help="Print output and progress until the run ends; exit 1 if it fails.")
     ] = False,
+    rank: Rank = "0",
     as_json: Json = False,
     **options: Unpack[SubmitOptions],
 ) -> None:
@@ -66,71 +70,96 @@ async def submit(
     else:
         print(f"{submitted.run_id}  {submitted.name}{_describe_package(submitted)}", flush=True)
     if follow:
-        await _print_until_ended(client, submitted.run_id)
+        from trainbus.commands.run_output import print_run
+
+        # JSON stays alone on stdout.
+        await print_run(client, submitted.run_id, parse_rank(rank), stderr=as_json)
 
 
 def _describe_package(submitted: SubmittedRun) -> str:
+    from contracts.texts import plural
+
     package = submitted.package
     if package is None:
         return ""
     commit = f", commit {package.git_commit[:10]}" if package.git_commit else ""
     dirty = " with uncommitted changes" if package.git_dirty else ""
-    return f" ({len(package.files)} files, {render.size(len(package.body))} packed{commit}{dirty})"
+    return f" ({plural(len(package.files), 'file')}, {render.size(len(package.body))} packed{commit}{dirty})"
 
 
-async def _print_until_ended(client: AsyncClient, run_id: str) -> None:
-    """Print what happens to a run until it has ended (and its verdict is out).
+@command(app, rich_help_panel=PANEL)
+async def attach(client: AsyncClient, name: Run, rank: Rank = "0") -> None:
+    """Follow a run as `submit --follow` does: its output, its progress and what happens to it."""
+    from trainbus.commands.run_output import print_run
 
-    Raises:
-        RunFailedError: it did not complete.
-    """
-    from contracts.texts import describe_milestone
-    from trainbus.client.runs import follow_run
-    from trainbus.client.views import RunView
+    await print_run(client, await client.find_run(name), parse_rank(rank))
 
-    view = RunView(run_id)
-    async for newest, batch in follow_run(client.connection, run_id):
-        view = newest
-        for message in batch:
-            if text := describe_milestone(message.event):
-                render.print_moment(message.time, text)
-    for line in view.log_tail:
-        render.console().print(render.visible(line), markup=False, style="dim")
-    if view.state != "completed":
-        raise RunFailedError(run_id, view.state, view.reason)
+
+@command(app, rich_help_panel=PANEL)
+async def wait(
+    client: AsyncClient,
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids of runs, unique starts of them, or names.")],
+    until: Annotated[
+        str, typer.Option("--for", metavar="STATE", help=f"What to wait for: ended, or {', '.join(MILESTONES)}.")
+    ] = "ended",
+    limit: Annotated[str | None, typer.Option("--timeout", help="Give up after 90s, 10m or 2h: exit 124.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Wait for runs; exit 0 if each completed (or got as far as --for says), 1 if one did not, 124 after --timeout."""
+    from trainbus.commands.run_wait import wait_for_runs
+
+    timeout_s = None if limit is None else parse_duration(limit)
+    return await wait_for_runs(client, names, until, timeout_s, as_json=as_json)
 
 
 @command(app, rich_help_panel=PANEL)
 async def ps(
     client: AsyncClient,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also all runs that ended.")] = False,
+    states: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only runs in this state; may be given again.")
+    ] = None,
+    user: Annotated[str | None, typer.Option(help="Only runs of this user.")] = None,
+    team: Annotated[str | None, typer.Option(help="Only runs of this team and its parts.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only runs for this registered model.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only runs of this name; * is anything: 'digits*'.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only runs requested since: 10m, 2h, 1d, or a time (UTC).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the newest N.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs: those that have not ended and the newest 20 that have."""
+    """List the runs: those that have not ended and the newest 20 that have; with a filter, all that it selects."""
+    from trainbus.client.run_filter import RunFilter
     from trainbus.commands import run_tables
 
-    views = await client.runs(include_ended=everything)
+    now = render.utc_now()
+    start = None if since is None else parse_since(since, now)
+    chosen = RunFilter(tuple(states or ()), user, team, model, name, start, limit)
+    views = await client.runs(include_ended=everything or not chosen.is_empty, matching=chosen)
     if as_json:
         print(render.as_json(list(map(run_tables.summarize_run, views))))
     elif views:
         console = render.console()
-        console.print(run_tables.render_runs(views, render.utc_now(), console.width))
-    else:
+        console.print(run_tables.render_runs(views, now, console.width))
+    elif chosen.is_empty:
         print("no runs yet: `trainbus submit PROJECT task:Class`, or publish train.requested")
+    else:
+        print("no such runs: `trainbus ps --all` lists every run")
 
 
 @command(app, rich_help_panel=PANEL)
 async def show(client: AsyncClient, name: Run, as_json: Json = False) -> None:
-    """Show one run with its timeline."""
+    """Show one run with its parameters, metrics, pages and timeline."""
     from trainbus.commands import run_tables
 
     view = await client.run(name)
+    links = run_tables.find_links(view, client.address)
     if as_json:
-        print(render.as_json(run_tables.run_to_plain(view)))
+        print(render.as_json({**run_tables.run_to_plain(view), "links": links}))
         return
     console = render.console()
-    console.print(run_tables.render_run(view))
-    console.print(run_tables.render_timeline(view.timeline, view.requested_at))
+    console.print(run_tables.render_run(view, links))
+    if view.timeline:
+        console.print(run_tables.render_timeline(view.timeline, view.requested_at))
     if view.log_tail:
         console.print("the last lines of its output:", style="dim")
         console.print(render.visible("\n".join(view.log_tail)), markup=False, soft_wrap=True)
@@ -189,6 +218,14 @@ async def logs(
     client: AsyncClient,
     name: Run,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run ends; exit 1 if it fails.")] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="The last N lines, and with --follow those that come.")
+    ] = None,
+    since: Annotated[str | None, typer.Option(help="Lines printed since: 10m, 2h, 1d, or a time (UTC).")] = None,
+    grep: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Lines with this text (a regular expression).")
+    ] = None,
+    rank: Rank = "all",
 ) -> None:
     """Print a run's output."""
     from contracts import subjects, topology
@@ -197,14 +234,26 @@ async def logs(
     from trainbus.client.runs import read_end
 
     run_id = await client.find_run(name)
+    number = parse_rank(rank)
+    start = None if since is None else parse_since(since, render.utc_now())
     placed = await client.connection.read_last(topology.FACTS, subjects.fact("run", run_id, "placed"))
-    has_several_ranks = placed is not None and placed.event.world_size > 1
+    has_several_ranks = placed is not None and placed.event.world_size > 1 and number is None
     silent = True
-    async for rank, line in client.logs(run_id, follow=follow):
-        silent = False
-        print(f"[{rank}] {line}" if has_several_ranks else line, flush=follow)
+    try:
+        async for line_rank, line in client.logs(
+            run_id, follow=follow, rank=number, tail=tail, since=start, pattern=grep
+        ):
+            silent = False
+            print(f"[{line_rank}] {line}" if has_several_ranks else line, flush=follow)
+    except asyncio.CancelledError:
+        from trainbus.commands.run_output import describe_departure
+
+        print(describe_departure(run_id), file=sys.stderr, flush=True)
+        raise
     if silent:
-        print(f"run {run_id} has printed nothing; `trainbus events --run {run_id}` shows its facts", file=sys.stderr)
+        chosen = (tail, start, grep, number) != (None, None, None, None)
+        what = "no such line" if chosen else "nothing"
+        print(f"run {run_id} has printed {what}; `trainbus events --run {run_id}` shows its facts", file=sys.stderr)
     if follow and not isinstance(end := await read_end(client.connection, run_id), RunCompleted):
         raise TrainbusError(f"run {run_id} {describe(end)}")
 

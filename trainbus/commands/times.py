@@ -48,6 +48,17 @@ def parse_time(text: str, now: datetime) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
+def parse_since(text: str, now: datetime) -> datetime:
+    """Return the time that a duration (``10m``) before now, or a time as of ``parse_time``, means.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    if _DURATION.fullmatch(text.strip().lower()):
+        return now - timedelta(seconds=parse_duration(text))
+    return parse_time(text, now)
+
+
 def _unit_s(name: str) -> float:
     if not name:
         return 1.0

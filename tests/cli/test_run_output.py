@@ -1,0 +1,344 @@
+"""Runs as one follows them: output and progress, lists, waits, and requests that nobody has answered."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from contracts.base import run_id_for
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    ProgressPoint,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunExited,
+    RunFailed,
+    RunLog,
+    RunPlaced,
+    RunProgress,
+    RunStarted,
+)
+from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.spec.run import RunSpec
+from services.kit.bus import Bus
+from services.kit.settings import Settings
+from trainbus import AsyncClient
+from trainbus.client.address import StackAddress
+from trainbus.client.connection import derive_run_id
+from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
+from trainbus.client.pace import TrainingPace
+from trainbus.client.requests import read_requested_runs
+from trainbus.client.run_filter import RunFilter
+from trainbus.client.runs import follow_output
+from trainbus.client.views import RunView
+from trainbus.commands import run_output, run_tables
+from trainbus.commands.options import parse_rank
+from trainbus.commands.run_output import ProgressLines, format_progress, format_rate, print_run
+from trainbus.commands.run_wait import MISSED, REACHED, TIMED_OUT, wait_for_runs
+from trainbus.commands.times import parse_since
+
+RUN = "r1"
+SPEC = RunSpec(name="digits", command=["true"], user="ann", team="research/vision", params={"lr": 0.1})
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+@pytest_asyncio.fixture
+async def client(settings: Settings, bus: Bus) -> AsyncIterator[AsyncClient]:
+    address = StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+    async with AsyncClient(address=address) as connected:
+        yield connected
+
+
+def accepted(run_id: str = RUN, **fields: Any) -> RunAccepted:
+    spec = SPEC.model_copy(update=fields)
+    return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test")
+
+
+def placed(generation: int = 1, resume: CheckpointRef | None = None) -> RunPlaced:
+    member = Member(node_id="a", slots=(0,), ranks=(0,))
+    return RunPlaced(
+        run_id=RUN, generation=generation, members=(member,), world_size=1, spec=SPEC, decided_at_sequence=1,
+        decided_at=NOW, resume=resume,
+    )  # fmt: skip
+
+
+def output(offset: int, *lines: str, rank: int = 0) -> RunLog:
+    return RunLog(run_id=RUN, generation=1, rank=rank, offset=offset, lines=lines)
+
+
+def progress(step: int, epoch: int = 0, generation: int = 1, **values: float) -> RunProgress:
+    points = (ProgressPoint(step=step, time=float(step), values=values),)
+    return RunProgress(
+        run_id=RUN, generation=generation, node_id="a", rank=0, offset=step, points=points, step=step, epoch=epoch,
+        total_steps=100,
+    )  # fmt: skip
+
+
+async def publish(bus: Bus, *facts: Any) -> None:
+    for fact in facts:
+        await bus.publish(fact)
+
+
+EXITED = RunExited(run_id=RUN, generation=1, node_id="a", outcome="succeeded", step=20)
+COMPLETED = RunCompleted(run_id=RUN, generation=1)
+
+
+# -- following ------------------------------------------------------------------
+
+
+async def test_everything_that_was_printed_comes_before_the_end(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted(), placed(), output(0, "one"), output(5, "two", rank=1), progress(10, loss=0.5))
+    await publish(bus, output(9, "three"), progress(20, 2, loss=0.25), EXITED, COMPLETED)
+    seen: list[str] = []
+    async for view, batch in follow_output(client.connection, RUN):
+        for message in batch:
+            event = message.event
+            seen += event.lines if isinstance(event, RunLog) else [event.fact]
+        last = view
+    assert [text for text in seen if text in ("one", "two", "three")] == ["one", "three"]
+    assert seen.index("three") < seen.index("exited") < seen.index("completed")
+    assert seen.count("progress") == 2
+    assert (last.state, last.step, last.total_steps, last.metrics) == ("completed", 20, 100, {"loss": 0.25})
+
+
+async def test_a_followed_run_is_printed(client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
+    await publish(bus, accepted(), placed(), output(0, "[bold]one\x1b[2J", "10 %\r20 %\r"), output(9, "other", rank=1))
+    await publish(bus, progress(10, 1, loss=0.5), EXITED, COMPLETED)
+    await print_run(client, RUN, rank=None)
+    shown = capsys.readouterr().out
+    assert "[0] [bold]one\\x1b[2J\n[0] 20 %\n" in shown
+    assert "[1] other\n" in shown
+    assert "step 10/100, epoch 1, loss 0.5\n" in shown
+    assert shown.splitlines()[-1].endswith(" completed")
+
+
+async def test_a_run_that_fails_is_an_error(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted(), RunFailed(run_id=RUN, reason="it broke"))
+    with pytest.raises(RunFailedError, match="it broke"):
+        await print_run(client, RUN)
+
+
+def test_there_is_a_line_an_epoch_and_one_every_ten_seconds() -> None:
+    now = 0.0
+    lines = ProgressLines(lambda: now)
+    view = RunView(RUN, state="running", total_steps=100)
+    shown = []
+    for second in range(30):
+        now, view.step, view.epoch = float(second), second, 1 + (second >= 5)
+        shown += [lines.add(view), lines.poll()]
+    shown.append(lines.flush())
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in shown if line]
+    # The first at once, the last of epoch 1, then one in ten seconds, and the last.
+    assert steps == [0, 4, 15, 25, 29]
+    assert lines.flush() == ""
+
+
+def test_short_epochs_have_a_line_a_second() -> None:
+    now = 0.0
+    lines = ProgressLines(lambda: now)
+    view = RunView(RUN, state="running")
+    shown = []
+    for tenth in range(50):
+        now, view.step, view.epoch = tenth / 10, tenth, tenth
+        shown += [line for line in (lines.add(view), lines.poll()) if line]
+    assert 4 <= len(shown) <= 6
+
+
+def test_a_line_of_progress_has_what_matters() -> None:
+    view = RunView(RUN, state="running", step=1200, total_steps=10_000, epoch=3, steps_per_s=8.34)
+    view.metrics = {"train/lr": 0.1, "train/accuracy": 0.5, "train/loss": 0.25, "train/grad_norm": 3.0}
+    assert format_progress(view) == "step 1,200/10,000, epoch 3, loss 0.25, accuracy 0.5, 8.34 steps/s, 17 m 35 s left"
+    assert format_rate(0.25) == "4 s/step"
+
+
+def test_the_pace_is_that_of_the_last_minute() -> None:
+    pace = TrainingPace()
+    assert pace.steps_per_s is None
+    for second in range(100):
+        pace.add(float(second), second)
+    for second in range(100, 200):
+        pace.add(float(second), 100 + 3 * (second - 100))
+    assert pace.steps_per_s == pytest.approx(3.0)
+    pace.add(200.0, 5)
+    assert pace.steps_per_s is None, "it was restored"
+
+
+async def test_output_is_selected(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted(), output(0, "epoch 1", "warning: x"), output(1, "other", rank=1), output(2, "epoch 2"))
+
+    async def lines(**choice: Any) -> list[str]:
+        return [text async for _, text in client.logs(RUN, **choice)]
+
+    assert await lines() == ["epoch 1", "warning: x", "other", "epoch 2"]
+    assert await lines(tail=2) == ["other", "epoch 2"]
+    assert await lines(tail=0) == []
+    assert await lines(rank=1) == ["other"]
+    assert await lines(pattern=r"epoch \d") == ["epoch 1", "epoch 2"]
+    assert await lines(tail=1, pattern="warn") == ["warning: x"]
+    assert await lines(since=datetime.now(UTC) + timedelta(minutes=1)) == []
+    with pytest.raises(UsageError, match="no regular expression"):
+        await lines(pattern="(")
+    await publish(bus, COMPLETED)
+    assert await lines(follow=True, tail=1) == ["epoch 2"]
+
+
+async def test_the_last_lines_are_found_behind_those_of_others(
+    client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainbus.client.runs.NEWEST_OUTPUT", 1)
+    await publish(bus, accepted(), *(output(number, f"line {number}", rank=number % 2) for number in range(20)))
+    assert [text async for _, text in client.logs(RUN, rank=0, tail=3)] == ["line 14", "line 16", "line 18"]
+
+
+# -- lists ----------------------------------------------------------------------
+
+
+async def test_metrics_of_cancelled_runs_and_of_scripts_are_listed(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted(), placed(), progress(10, 1, loss=0.5), RunCancelled(run_id=RUN, reason="enough"))
+    for view in (await client.run(RUN), (await client.runs())[0]):
+        assert (view.state, view.metrics, view.step, view.total_steps) == ("cancelled", {"loss": 0.5}, 10, 100)
+        assert (view.user, view.team, view.params) == ("ann", "research/vision", {"lr": 0.1})
+        assert view.left_s is None
+
+
+async def test_a_result_stands_over_the_last_progress(client: AsyncClient, bus: Bus) -> None:
+    completed = COMPLETED.model_copy(update={"metrics": {"loss": 0.1}})
+    await publish(bus, accepted(), placed(), progress(10, loss=0.5, accuracy=0.9), completed)
+    assert (await client.run(RUN)).metrics == {"loss": 0.1, "accuracy": 0.9}
+
+
+def test_a_filter_selects_runs() -> None:
+    views = [
+        RunView("r1", "digits", state="failed", user="ann", team="research/vision", requested_at=NOW),
+        RunView("r2", "digits-2", state="running", user="bob", model="digits", requested_at=NOW + timedelta(hours=1)),
+        RunView("r3", "gpt", state="completed", team="researchers", requested_at=NOW + timedelta(hours=2)),
+    ]
+
+    def select(**fields: Any) -> list[str]:
+        return [view.run_id for view in RunFilter(**fields).select(views)]
+
+    assert select() == ["r1", "r2", "r3"]
+    assert select(states=("failed", "running")) == ["r1", "r2"]
+    assert select(user="ann") == select(team="research") == select(team="research/vision") == ["r1"]
+    assert select(model="digits") == ["r2"]
+    assert select(name="digits") == ["r1"]
+    assert select(name="digits*") == ["r1", "r2"]
+    assert select(since=NOW + timedelta(minutes=1)) == ["r2", "r3"]
+    assert select(limit=2) == ["r2", "r3"]
+    assert select(limit=5) == ["r1", "r2", "r3"]
+    with pytest.raises(UsageError, match=r"'faild'.*failed"):
+        RunFilter(states=("faild",))
+
+
+def render_plain(renderable: Any, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), no_color=True)
+    console.print(renderable)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_a_list_of_runs_fits_eighty_columns() -> None:
+    view = RunView("rquy3c53rd345", "houses", state="completed", slots_got=1, resizes=(1,), step=80, total_steps=80)
+    view.requested_at, view.metrics = NOW, {"validation/accuracy": 0.9375}
+    lines = render_plain(run_tables.render_runs([view], NOW + timedelta(minutes=9), 80), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("houses" in line and "accuracy 0.9375" in line and "9 m" in line for line in lines)
+
+
+def test_links_are_those_of_the_stack() -> None:
+    address = StackAddress("nats://h", None, None, None, gateway_url="http://g/", mlflow_uri="http://m")
+    view = RunView(RUN, mlflow_run_id="abc", mlflow_experiment_id="7")
+    assert run_tables.find_links(view, address) == {
+        "page": "http://g/#r1",
+        "mlflow": "http://m/#/experiments/7/runs/abc",
+    }
+    shown = render_plain(run_tables.render_run(view, {}), 120)
+    assert "run abc (`trainbus ui`)" in shown
+
+
+def test_ranks_and_times_are_read() -> None:
+    assert (parse_rank("all"), parse_rank("3")) == (None, 3)
+    with pytest.raises(UsageError, match="give a number, or all"):
+        parse_rank("-1")
+    assert parse_since("10m", NOW) == NOW - timedelta(minutes=10)
+    assert parse_since("11:30", NOW) == NOW - timedelta(minutes=30)
+
+
+# -- requests that nobody has answered --------------------------------------------
+
+
+async def test_a_request_without_an_answer_is_a_run(client: AsyncClient) -> None:
+    request = TrainRequested(name="digits", command=["true"], priority=3)
+    run_id = derive_run_id(await client.connection.publish_request(request))
+    (listed,) = await client.runs()
+    assert (listed.run_id, listed.name, listed.state, listed.priority) == (run_id, "digits", "requested", 3)
+    assert "no scheduler answers" in listed.reason
+    assert "trainbus doctor" in listed.reason
+    assert listed.requested_at is not None
+    assert await client.find_run("digits") == await client.find_run(run_id[:8]) == run_id
+    assert (await client.run(run_id)).state == "requested"
+    assert (await client.why("digits")).state == "requested"
+    with pytest.raises(NotFoundError):
+        await client.find_run("nothing")
+
+
+async def test_a_request_that_was_answered_is_what_the_facts_say(client: AsyncClient, bus: Bus) -> None:
+    event_id = await client.connection.publish_request(TrainRequested(name="digits", command=["true"]))
+    await publish(bus, accepted(derive_run_id(event_id)))
+    assert [view.state for view in await client.runs()] == ["accepted"]
+
+
+async def test_a_restore_that_nobody_answered_names_its_run(client: AsyncClient) -> None:
+    event_id = await client.connection.publish_request(RestoreRequested(run_id="r9", step=5))
+    (view,) = (await read_requested_runs(client.connection)).values()
+    assert (view.run_id, view.name, view.parent_run_id) == (
+        run_id_for("trainbus/client", event_id),
+        "r9 from step 5",
+        "r9",
+    )
+
+
+async def test_a_follower_of_a_request_learns_why_nothing_happens(
+    client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_output, "PATIENCE_S", 0.0)
+    run_id = derive_run_id(await client.connection.publish_request(TrainRequested(name="digits", command=["true"])))
+
+    async def answer(connection: Any) -> str:
+        await publish(bus, accepted(run_id), RunCompleted(run_id=run_id, generation=1))
+        return "no scheduler answers"
+
+    monkeypatch.setattr(run_output, "explain_requested", answer)
+    await print_run(client, run_id)
+    assert capsys.readouterr().out.count("no scheduler answers") == 1
+
+
+# -- waiting ----------------------------------------------------------------------
+
+
+async def test_waiting_ends_with_the_outcome(client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
+    await publish(bus, accepted(), COMPLETED, accepted("r2"), RunFailed(run_id="r2", reason="it broke"))
+    assert await wait_for_runs(client, [RUN], "ended", None, as_json=False) == REACHED
+    assert await wait_for_runs(client, [RUN, "r2"], "ended", None, as_json=False) == MISSED
+    assert "r2 digits failed: it broke" in capsys.readouterr().out
+    assert await wait_for_runs(client, ["r2"], "failed", None, as_json=True) == REACHED
+    assert '"reached": true' in capsys.readouterr().out
+
+
+async def test_waiting_for_a_milestone(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted(), placed())
+    assert await wait_for_runs(client, [RUN], "accepted", 30, as_json=False) == REACHED
+    assert await wait_for_runs(client, [RUN], "placed", 30, as_json=False) == REACHED
+    assert await wait_for_runs(client, [RUN], "started", 0.5, as_json=False) == TIMED_OUT
+    await publish(bus, RunStarted(run_id=RUN, generation=1, node_id="a"))
+    assert await wait_for_runs(client, [RUN], "started", 30, as_json=False) == REACHED
+    with pytest.raises(UsageError, match="give ended, accepted"):
+        await wait_for_runs(client, [RUN], "done", None, as_json=False)

@@ -68,7 +68,7 @@ lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --upgrade setuptools wheel
-	build/lock/bin/python -m pip install --quiet -e .[dev]
+	build/lock/bin/python -m pip install --quiet -e .[all,dev]
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build/lock/bin/python -m pip install --quiet --no-build-isolation -e .[deepspeed]
 	build/lock/bin/python -m pip install --quiet -e .[integrations]
 	build/lock/bin/python .ci/lock.py

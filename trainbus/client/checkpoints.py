@@ -20,9 +20,9 @@ from contracts.spec.run import RunSpec
 from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.bus import TransientError
 from services.kit.chunks import read_piece, restore_file
 from services.kit.kept_files import list_files, unpack_files
+from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore

@@ -108,7 +108,8 @@ class AsyncClient:
         # Validated before anything is sent.
         request = build_request(folder, task, package, self.address.bucket_code, options)
         if package is not None and request.code is not None:
-            await upload_package(self.address, package, request.code.uri)
+            uri = await upload_package(self.address, package, request.code.uri)
+            request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
         event_id = await self.connection.publish_request(request, options.get("event_id"))
         return SubmittedRun(derive_run_id(event_id), request.name, event_id, request, package)
 

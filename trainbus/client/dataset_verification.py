@@ -10,7 +10,7 @@ from pathlib import Path
 
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
-from services.kit.bus import TransientError
+from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from trainbus.client.datasets import LoadedDataset, load_dataset

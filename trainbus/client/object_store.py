@@ -6,7 +6,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.kit.bus import TransientError
+from services.kit.messages import TransientError
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import StackUnreachableError, TrainbusError

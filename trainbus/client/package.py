@@ -19,10 +19,9 @@ from typing import Any
 
 from pathspec import GitIgnoreSpec
 
+from services.kit.code_package import MAX_BYTES, MAX_FILES, package_uri
 from trainbus.client.errors import UsageError
 
-MAX_BYTES = 64 * 2**20
-MAX_FILES = 5_000
 IGNORE_FILES = (".gitignore", ".trainbusignore")
 #: Always left out, unless a ``.trainbusignore`` includes one again with ``!``.
 ALWAYS_IGNORED = [
@@ -67,7 +66,7 @@ class CodePackage:
     def code(self, bucket: str) -> dict[str, Any]:
         """Return the ``code`` of a request that runs this package from ``bucket``."""
         found = {
-            "uri": f"s3://{bucket}/packages/{self.sha256}.tar.gz",
+            "uri": package_uri(bucket, self.sha256),
             "sha256": self.sha256,
             "git_commit": self.git_commit,
             "git_dirty": self.git_dirty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import re
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from contracts.events.train import TrainRequested
 from trainbus.client.address import StackAddress
-from trainbus.client.errors import UsageError, invalid_request
+from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
 from trainbus.client.package import CodePackage
 from trainbus.client.submit_options import SubmitOptions
 
@@ -221,19 +222,53 @@ def locate_task(task: type) -> tuple[Path, str]:
     return file.parents[depth], f"{module}:{task.__name__}"
 
 
-async def upload_package(address: StackAddress, package: CodePackage, uri: str) -> None:
-    """Store a package under its hash, unless it is there.
+async def upload_package(address: StackAddress, package: CodePackage, uri: str) -> str:
+    """Store a package under its hash, unless it is there; return where it is.
+
+    Through the gateway where this client has no credentials for the object store, or not the packages that it takes.
 
     Raises:
-        StackUnreachableError: the object store does not answer.
+        StackUnreachableError: the object store or the gateway does not answer.
+        UsageError: the client can reach neither.
     """
+    has_store_client = importlib.util.find_spec("aioboto3") is not None
+    if address.gateway_url and not (has_store_client and (address.s3_access_key or address.s3_endpoint)):
+        return await _post_package(address.gateway_url, package)
+    if not has_store_client:
+        raise UsageError(
+            "set TRAINBUS_GATEWAY_URL to the address of the stack's gateway: "
+            "this client uploads code through it (or install `trainbus[node]` and set TRAINBUS_S3_*)"
+        )
     from services.kit.store.errors import ObjectNotFound
     from trainbus.client.object_store import open_object_store
 
     async with open_object_store(address) as objects:
         try:
             if (await objects.head(uri)).size_bytes == len(package.body):
-                return
+                return uri
         except ObjectNotFound:
             pass
         await objects.put(uri, package.body, content_type="application/gzip")
+    return uri
+
+
+async def _post_package(gateway_url: str, package: CodePackage) -> str:
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(base_url=gateway_url, timeout=httpx.Timeout(60.0, connect=5.0)) as client:
+            answer = await client.post("/packages", content=package.body, headers={"Content-Type": "application/gzip"})
+    except httpx.HTTPError as error:
+        raise StackUnreachableError(
+            f"the gateway at {gateway_url} does not answer: {error or type(error).__name__} (TRAINBUS_GATEWAY_URL)"
+        ) from error
+    if answer.status_code == 404:
+        raise UsageError(f"the gateway at {gateway_url} takes no packages: it is older than this client")
+    if answer.is_error:
+        detail = answer.json().get("detail") if "json" in answer.headers.get("content-type", "") else answer.text[:200]
+        kind = StackUnreachableError if answer.status_code >= 500 else UsageError
+        raise kind(f"the gateway refuses the package: {detail}")
+    stored = answer.json()
+    if stored["sha256"] != package.sha256:
+        raise StackUnreachableError("the package did not arrive as it was sent: submit it again")
+    return str(stored["uri"])

@@ -12,6 +12,7 @@ from trainbus.commands import checkpoints, cluster, datasets, dead_letters, rend
 
 FAILED = 1
 INTERRUPTED = 130
+OUR_PACKAGES = ("contracts", "services", "trainbus")
 
 app = typer.Typer(
     name="trainbus",
@@ -35,6 +36,15 @@ def main() -> None:
     except TrainbusError as error:
         print(f"trainbus: {render.visible(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in OUR_PACKAGES:
+            raise
+        print(
+            f"trainbus: this command needs {error.name}, which the client alone does not bring: "
+            "pip install 'trainbus[all]'",
+            file=sys.stderr,
+        )
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -44,7 +45,8 @@ from trainbus.embedded.registry import list_stacks
 app = typer.Typer()
 PANEL = "Stack"
 SERVICE_NAMES = (*SERVICES, WORKER, AUTOSCALER)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Windows has no SIGHUP.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @app.command(rich_help_panel=PANEL)
@@ -81,6 +83,7 @@ def up(
     if is_locked(folder):
         _show_running_stack(folder)
         return
+    _check_installation()
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
@@ -116,6 +119,15 @@ def up(
     code = stack.poll() or 0
     if code and not stopping:
         raise TrainbusError(f"the stack ended by itself (exit code {code})")
+
+
+def _check_installation() -> None:
+    """Refuse to start a stack where only the client is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("fcntl", "faststream", "torch")):
+        raise UsageError(
+            "only the client is installed here: pip install 'trainbus[all]' (Linux or macOS) for a stack of your own, "
+            "or set TRAINBUS_NATS_URL and TRAINBUS_GATEWAY_URL to one that runs elsewhere"
+        )
 
 
 def _show_running_stack(folder: Path) -> None:

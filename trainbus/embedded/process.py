@@ -37,9 +37,9 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a function that a child calls first to get signal ``number`` when this process dies."""
-    parent = os.getpid()
+def end_with_parent(number: int | None = None) -> Callable[[], None]:
+    """Return a function that a child calls first to get signal ``number`` (SIGKILL) when this process dies."""
+    parent, number = os.getpid(), number or signal.SIGKILL
 
     def tie() -> None:
         _prctl(PR_SET_PDEATHSIG, number)

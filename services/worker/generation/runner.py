@@ -18,6 +18,7 @@ from contracts.events.run import Member, RunPlaced
 from contracts.ranks import Launch
 from services.kit import telemetry
 from services.kit.bus import TransientError
+from services.kit.code_package import PackageError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
@@ -45,7 +46,6 @@ from services.worker.generation.reports import (
     is_complete,
 )
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
-from services.worker.launch.code_package import PackageError
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import tarfile
-import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from services.kit.code_package import UNPACKING_ERRORS, PackageError, describe_outside, find_problem
 from services.worker.local_files import is_inside
 
 GIB = 2**30
-#: What a damaged package causes; RuntimeError: a cycle of links.
-UNPACKING_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeError, RuntimeError)
-
-
-class PackageError(ValueError):
-    """The package cannot be unpacked; the text says what to change."""
 
 
 def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: int = 20_000) -> None:
@@ -39,38 +32,6 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def find_problem(member: tarfile.TarInfo) -> str | None:
-    """Return why this member is refused, from its header alone; None if it is accepted."""
-    name = PurePosixPath(member.name)
-    if name.is_absolute() or member.name.startswith(("/", "\\")):
-        return "has an absolute path: pack it with a relative one"
-    if ".." in name.parts:
-        return "leads out of the package by '..': remove it from the path"
-    if len(member.name) > 1000 or "\0" in member.name or "\\" in member.name:
-        return "has a name that is not fit for a file: rename it"
-    if member.issym() or member.islnk():
-        return _link_problem(member, name)
-    if member.isdir():
-        return None
-    if member.sparse is not None:
-        return "is a sparse file: pack it as an ordinary one"
-    if not member.isfile():
-        return "is a device, pipe or other special file: leave it out of the package"
-    return None
-
-
-def _link_problem(member: tarfile.TarInfo, name: PurePosixPath) -> str | None:
-    target = PurePosixPath(member.linkname)
-    # A hard link's target is named from the package's root, a symbolic one's from where it stands.
-    depth = len(name.parts) - 1 if member.issym() else 0
-    depths = itertools.accumulate((-1 if part == ".." else 1 for part in target.parts), initial=depth)
-    return _outside(member) if target.is_absolute() or min(depths) < 0 else None
-
-
-def _outside(member: tarfile.TarInfo) -> str:
-    return f"is a link to {member.linkname!r}, outside of the package: replace it by a copy"
 
 
 def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> None:
@@ -121,7 +82,7 @@ def _write_link(member: tarfile.TarInfo, folder: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     target = (path.parent if member.issym() else folder) / member.linkname
     if not (is_inside(path.parent, folder) and is_inside(target, folder)):
-        raise PackageError(f"the code package is refused: {member.name!r} {_outside(member)}")
+        raise PackageError(f"the code package is refused: {member.name!r} {describe_outside(member)}")
     if member.issym():
         path.symlink_to(member.linkname)
     elif target.is_file():

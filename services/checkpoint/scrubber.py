@@ -29,13 +29,13 @@ from contracts.events.checkpoint import (
 )
 from contracts.events.run import RunPlaced
 from contracts.events.train import ScrubRequested
+from contracts.manifest import files_of
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import (
     AssembledCheckpoint,
     SealedCheckpoint,
     assemble,
     blobs_of_files,
-    files_of,
     seal,
 )
 from services.checkpoint.keeper import read_deleted_uris, read_facts, read_parts

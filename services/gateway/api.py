@@ -24,6 +24,7 @@ from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
+from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.packages import package_routes
@@ -48,7 +49,7 @@ Limit = Annotated[int, Query(ge=1, le=500)]
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
 
 
-def build_api(service: Service, projection: Projection, settings: GatewaySettings) -> FastAPI:
+def build_api(service: Service, projection: Projection, files: RunFiles, settings: GatewaySettings) -> FastAPI:
     """The application: everything it does goes through the bus or the read model."""
     app = FastAPI(
         title="trainbus",
@@ -66,6 +67,7 @@ def build_api(service: Service, projection: Projection, settings: GatewaySetting
     app.include_router(_requests(commands, projection))
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
+    app.include_router(file_routes(projection, files, find))
     app.include_router(_stream_routes(service, projection))
     app.include_router(_catalog_routes(projection, settings))
     return app

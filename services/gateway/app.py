@@ -13,6 +13,7 @@ import uvicorn
 
 from contracts import topology
 from services.gateway.api import build_api
+from services.gateway.files import RunFiles
 from services.gateway.gauges import watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings
@@ -47,6 +48,7 @@ def build(settings: Settings) -> Gateway:
     service = Gateway("gateway", own)
     store = service.add_resource(Store(own.database_url))
     projection = Projection(service.bus, store)
+    files = service.add_resource(RunFiles(own))
     service.add_readiness_check("projection", lambda: projection.ready)
 
     async def project() -> None:
@@ -59,13 +61,13 @@ def build(settings: Settings) -> Gateway:
     service.add_background_task(lambda: watch_read_model(store))
     service.add_background_task(lambda: watch_server(service.bus))
     service.add_background_task(lambda: _prune(store))
-    _serve(service, own, projection)
+    _serve(service, own, projection, files)
     return service
 
 
-def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) -> None:
+def _serve(service: Gateway, settings: GatewaySettings, projection: Projection, files: RunFiles) -> None:
     config = uvicorn.Config(
-        build_api(service, projection, settings),
+        build_api(service, projection, files, settings),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -224,6 +224,24 @@ class Checkpoints(View):
     checkpoints: list[rows.Checkpoint]
 
 
+class RunFile(View):
+    """A file of a run, and where its bytes are served."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+    url: str
+
+
+class CheckpointFiles(View):
+    checkpoint: rows.Checkpoint
+    files: list[RunFile]
+
+
+class Artifacts(View):
+    artifacts: list[RunFile]
+
+
 class Why(View):
     """Why a run is where it is. ``answered_by`` is scheduler, or read model when that does not answer."""
 

@@ -33,9 +33,9 @@ from contracts.events.checkpoint import (
     Chunk,
 )
 from contracts.events.train import PinRequested
+from contracts.manifest import files_of
 from contracts.spec.training import Retention
 from services.checkpoint.app import Committer
-from services.checkpoint.core.commit import files_of
 from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.keeper import Keeper
 from services.checkpoint.settings import CheckpointSettings

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from contracts import subjects, topology
@@ -16,15 +15,14 @@ from contracts.events import checkpoint
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
+from contracts.manifest import files_of
 from contracts.spec.run import RunSpec
 from services.checkpoint.core import digests
-from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
+from services.checkpoint.core.commit import Blob, blobs_of_files
 from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.chunks import read_piece, restore_file
-from services.kit.kept_files import list_files, unpack_files
+from services.kit.chunks import read_piece
 from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
-from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import blob_sha256, split_uri
 from trainbus.client.address import StackAddress
@@ -125,15 +123,6 @@ class LoadedCheckpoint:
     def stored_bytes(self) -> int:
         """The bytes in the store, with the bases of differences, each blob once."""
         return sum(blob.size_bytes for blob in blobs_of_files(self.files))
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedCheckpoint:
-    """A checkpoint whose files are in a local folder, each with the hash that was committed."""
-
-    stored: StoredCheckpoint
-    folder: Path
-    paths: tuple[Path, ...]
 
 
 def fold_checkpoints(events: Iterable[Any]) -> dict[str, StoredCheckpoint]:
@@ -276,7 +265,15 @@ async def load_checkpoint(objects: ObjectStore, stored: StoredCheckpoint) -> Loa
         TrainbusError: it is not the manifest that was committed.
         ObjectNotFound: it is not in the store.
     """
-    content = await objects.get(stored.uri)
+    return parse_manifest(stored, await objects.get(stored.uri))
+
+
+def parse_manifest(stored: StoredCheckpoint, content: bytes) -> LoadedCheckpoint:
+    """Return a checkpoint with the files that its manifest names.
+
+    Raises:
+        TrainbusError: it is not the manifest that was committed.
+    """
     sha256 = hashlib.sha256(content).hexdigest()
     expected = stored.commit.manifest_sha256
     if expected not in (None, sha256):
@@ -414,36 +411,3 @@ async def pin_checkpoint(
             f"requested, but not {done} yet: the checkpoint service does not answer (`trainbus doctor`)"
         )
     return cast(checkpoint.CheckpointPinned, fact)
-
-
-async def fetch_checkpoint(
-    address: StackAddress, stored: StoredCheckpoint, folder: Path, manifest_sha256: str | None = None
-) -> FetchedCheckpoint:
-    """Write a checkpoint's files into a new or empty folder and verify every hash.
-
-    Raises:
-        UsageError: the folder is not empty.
-        TrainbusError: the manifest is not the one of ``manifest_sha256``, or a file is missing or differs.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is there and not an empty folder: name a new one")
-    paths = []
-    async with open_checkpoint_store(address) as objects:
-        loaded = await load_checkpoint(objects, stored)
-        if manifest_sha256 not in (None, loaded.manifest_sha256):
-            raise TrainbusError(
-                f"refused: the manifest of {stored.uri} has SHA-256 {loaded.manifest_sha256}, not {manifest_sha256}"
-            )
-        for file in loaded.files:
-            path = folder / file.path
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise TrainbusError(f"{file.path!r} leaves the folder: this manifest was not written by trainbus")
-            await restore_file(objects, file, path)
-            if await asyncio.to_thread(hash_file, path) != file.sha256:
-                path.unlink()
-                raise TrainbusError(f"{file.path!r} of {stored.uri} does not have the hash that was committed")
-            paths.append(path)
-    # What a script kept: its files as they were, whatever their names and number.
-    if await asyncio.to_thread(unpack_files, folder) is not None:
-        paths = [path for _, path in sorted(list_files(folder))]
-    return FetchedCheckpoint(stored, folder, tuple(paths))

@@ -20,14 +20,14 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from contracts import subjects, topology
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested
 from contracts.texts import describe
 from trainbus.client import checkpoints, explanation, runs
 from trainbus.client.address import StackAddress, find_address
-from trainbus.client.checkpoints import FetchedCheckpoint, StoredCheckpoint
+from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, StoredEvent, connect, derive_run_id
 from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
@@ -39,6 +39,10 @@ from trainbus.client.submission import SubmittedRun, build_request, locate_code,
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView
 from trainbus.datasets.history import DatasetRecord
+
+if TYPE_CHECKING:
+    from trainbus.client.model_folder import FetchedModel
+    from trainbus.client.run_files import FetchedCheckpoint
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -275,11 +279,29 @@ class AsyncClient:
             NotFoundError: there is no such checkpoint.
             TrainbusError: a file is missing, or is not what was committed.
         """
+        from trainbus.client.run_files import fetch_checkpoint
+
         if not isinstance(target, StoredCheckpoint):
             target = await checkpoints.find_checkpoint(
                 self.connection, target if isinstance(target, str) else target.run_id
             )
-        return await checkpoints.fetch_checkpoint(self.address, target, Path(folder), manifest_sha256)
+        return await fetch_checkpoint(self.address, target, Path(folder), manifest_sha256)
+
+    async def fetch_model(self, target: RunRef, folder: Path | str | None = None) -> FetchedModel:
+        """Write a run's model and artifacts as plain files into a new or empty folder, every hash verified.
+
+        ``target`` is a run (its best checkpoint where its metric is known, else its newest), or a checkpoint as
+        ``fetch`` has it. The folder is named for the run unless it is given. The result has lines that load it.
+
+        Raises:
+            UsageError: the folder is not empty.
+            NotFoundError: there is no such checkpoint, or the run has kept nothing.
+            TrainbusError: a file is missing, or is not what was committed.
+        """
+        from trainbus.client.model_folder import fetch_model
+
+        name = target if isinstance(target, str) else target.run_id
+        return await fetch_model(self.connection, self.address, name, None if folder is None else Path(folder))
 
     async def dataset(self, name: str) -> DatasetRecord:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
@@ -386,6 +408,7 @@ class Client:
     metrics = _sync(AsyncClient.metrics)
     checkpoints = _sync(AsyncClient.checkpoints)
     fetch = _sync(AsyncClient.fetch)
+    fetch_model = _sync(AsyncClient.fetch_model)
     dataset = _sync(AsyncClient.dataset)
     nodes = _sync(AsyncClient.nodes)
     models = _sync(AsyncClient.models)

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, runs, scheduler, stack
+from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, results, runs, scheduler, stack
 
 FAILED = 1
 INTERRUPTED = 130
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (stack, runs, cluster):
+for group in (stack, runs, results, cluster):
     app.add_typer(group.app)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")

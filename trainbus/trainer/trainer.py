@@ -122,7 +122,10 @@ class Trainer:
 
         self.environment = environment.describe(self.world.device, settings.machine)
         about = start.describe_run(settings.about, training.logical_ranks, self.environment)
-        self.progress.about = about | {"order": data.order.state()}
+        # The model of the task may depend on the dataset: what loads it elsewhere has only this file.
+        statistics = {name: each.model_dump() for name, each in task.statistics.items()}
+        dataset = {"classes": list(task.classes), "statistics": statistics}
+        self.progress.about = about | {"order": data.order.state()} | dataset
         self.exactness: Exactness = about["exactness"]
 
         self._best = BestMetricTracker(self.progress, settings.best_metric, settings.best_mode, training.early_stopping)

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk, Exactness
 from contracts.events.run import CheckpointRef, RunPlaced
 from services.checkpoint.core.digests import DIGESTS, MAX_DIGESTS_BYTES, state_digest, union
@@ -29,7 +27,6 @@ BLOBS = "blobs/sha256/"
 BLOB_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
 #: Differences on differences, at most: as many as ``kit/chunks.py``, which restores them, undoes.
 MAX_CHAIN = 4
-_FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,18 +212,6 @@ def _chunk_problem(path: str, chunk: Chunk, bucket: str) -> str:
             return f"a piece of {path!r} is a difference, but to what, or of which size, is not said: {link.uri}"
         link = link.base
     return f"a piece of {path!r} is a difference on more than {MAX_CHAIN} others: {chunk.uri}"
-
-
-def files_of(manifest: bytes) -> tuple[CheckpointFile, ...]:
-    """The files that a manifest names.
-
-    Raises:
-        ValueError: this is no manifest, so the blobs that it needs are unknown.
-    """
-    try:
-        return _FILES.validate_python(json.loads(manifest)["files"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"not a manifest: {error!r}") from error
 
 
 def blobs_of_files(files: Iterable[CheckpointFile]) -> dict[Blob, str]:

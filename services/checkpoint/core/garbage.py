@@ -28,7 +28,7 @@ from contracts.events.checkpoint import (
     CheckpointStaged,
 )
 from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
-from services.checkpoint.core.commit import files_of
+from contracts.manifest import files_of
 from services.checkpoint.core.retention import Holds
 
 MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")

@@ -1,0 +1,275 @@
+"""The files of runs over HTTP: checkpoints, artifacts and code, read from the object store and verified on the way.
+
+A client needs no credentials for the store. Each piece of a file is verified before its bytes are sent, so a connection
+that ends early is the only sign of damage that comes late; the answer's ``ETag`` is the SHA-256 of the whole file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Annotated, Self
+from urllib.parse import quote
+
+from fastapi import APIRouter, Header, HTTPException, Path, Response
+from fastapi.responses import StreamingResponse
+
+from contracts.best_checkpoint import find_best, ranking_metrics
+from contracts.events.checkpoint import CheckpointFile, Chunk
+from contracts.manifest import files_of
+from contracts.spec.run import RunSpec
+from services.gateway import queries, views
+from services.gateway.core.rows import Checkpoint
+from services.gateway.projection import Projection
+from services.gateway.queries import Row
+from services.kit.chunks import read_piece
+from services.kit.concurrency import cancel_and_wait
+from services.kit.messages import TransientError
+from services.kit.settings import Settings
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
+from services.kit.store.objects import ObjectStore
+
+BEST, LAST = "best", "last"
+#: A piece of an object that is read at a time.
+PIECE_BYTES = 8 * 2**20
+#: Seconds for which a read is repeated while the store does not answer: a client waits behind it.
+PATIENCE_S = 10.0
+RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+Mark = Annotated[str, Path(pattern=r"^(best|last|\d{1,18})$", description="a step, best or last")]
+Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
+#: Returns the bytes ``start`` to ``stop`` of a file in pieces.
+Read = Callable[[int, int], AsyncIterator[bytes]]
+#: Returns the row of the run that a name means.
+FindRun = Callable[[Projection, str], Awaitable[Row]]
+
+
+class RunFiles:
+    """The object store, opened at the first use. Use it as an async context manager."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._objects: ObjectStore | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self) -> ObjectStore:
+        """Return the store."""
+        async with self._opening:
+            if self._objects is None:
+                store = ObjectStore(self._settings, patience_s=PATIENCE_S)
+                self._objects = await self._stack.enter_async_context(store)
+            return self._objects
+
+    async def get(self, uri: str) -> bytes:
+        """Return a whole object, which is known to be small."""
+        return await (await self.open()).get(uri)
+
+    async def read_chunks(self, file: CheckpointFile, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Yield the bytes of a checkpoint's file; the piece after the one in hand is read ahead."""
+        objects = await self.open()
+        wanted: list[tuple[Chunk, int, int]] = []
+        offset = 0
+        for chunk in file.chunks:
+            first, last = max(start - offset, 0), min(stop - offset, chunk.size_bytes)
+            if first < last:
+                wanted.append((chunk, first, last))
+            offset += chunk.size_bytes
+        ahead: asyncio.Task[bytes] | None = None
+        try:
+            for place, (_, first, last) in enumerate(wanted):
+                ahead = ahead or asyncio.create_task(read_piece(objects, wanted[place][0]))
+                piece, ahead = await ahead, None
+                if place + 1 < len(wanted):
+                    ahead = asyncio.create_task(read_piece(objects, wanted[place + 1][0]))
+                yield piece[first:last]
+        finally:
+            if ahead is not None:
+                await cancel_and_wait(ahead)
+
+    async def read_object(self, uri: str, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Yield the bytes of an object."""
+        objects = await self.open()
+        for begin in range(start, stop, PIECE_BYTES):
+            received = bytearray()
+            await objects.reader.read(uri, received.extend, start=begin, stop=min(begin + PIECE_BYTES, stop))
+            yield bytes(received)
+
+
+def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRouter:
+    """Return the routes of checkpoints' files, artifacts and code."""
+    router, store = APIRouter(), projection.store
+
+    async def find_checkpoint(run: str, mark: str) -> tuple[Row, Checkpoint]:
+        row = await find(projection, run)
+        for is_last_try in (False, True):
+            known = [each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None]
+            found = select_checkpoint(row, known, mark)
+            if isinstance(found, Checkpoint):
+                return row, found
+            if not is_last_try:
+                await projection.catch_up()
+        raise HTTPException(404, found)
+
+    async def read_manifest(checkpoint: Checkpoint) -> bytes:
+        content = await _guard(files.get(checkpoint.uri))
+        if checkpoint.manifest_sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise HTTPException(
+                502, f"{checkpoint.uri} is not the manifest that was committed: `trainbus checkpoints verify --repair`"
+            )
+        return content
+
+    async def read_files(checkpoint: Checkpoint) -> tuple[CheckpointFile, ...]:
+        try:
+            return files_of(await read_manifest(checkpoint))
+        except ValueError as error:
+            raise HTTPException(502, f"{checkpoint.uri} is {error}") from error
+
+    @router.get("/training-runs/{run}/checkpoints/{mark}/files", response_model=views.CheckpointFiles)
+    async def get_files(run: str, mark: Mark) -> views.CheckpointFiles:
+        """The files of a checkpoint with their sizes and hashes: of a step, the best or the last."""
+        row, checkpoint = await find_checkpoint(run, mark)
+        base = f"/training-runs/{row['run_id']}/checkpoints/{checkpoint.step}/files/"
+        listed = [
+            views.RunFile(path=each.path, size_bytes=each.size_bytes, sha256=each.sha256, url=base + quote(each.path))
+            for each in await read_files(checkpoint)
+        ]
+        return views.CheckpointFiles(checkpoint=checkpoint, files=listed)
+
+    @router.get("/training-runs/{run}/checkpoints/{mark}/manifest", response_class=Response)
+    async def get_manifest(run: str, mark: Mark) -> Response:
+        """The manifest of a checkpoint, to the byte: its SHA-256 is in ``checkpoint_committed``."""
+        _, checkpoint = await find_checkpoint(run, mark)
+        content = await read_manifest(checkpoint)
+        return Response(content, media_type="application/json", headers=_tag(hashlib.sha256(content).hexdigest()))
+
+    @router.get("/training-runs/{run}/checkpoints/{mark}/files/{path:path}", response_class=Response)
+    async def get_file(run: str, mark: Mark, path: str, wanted: Range = None) -> Response:
+        """One file of a checkpoint."""
+        _, checkpoint = await find_checkpoint(run, mark)
+        listed = await read_files(checkpoint)
+        file = next((each for each in listed if each.path == path), None)
+        if file is None:
+            names = ", ".join(each.path for each in listed)
+            raise HTTPException(404, f"the checkpoint of step {checkpoint.step} has no file {path!r}; it has {names}")
+
+        def read(start: int, stop: int) -> AsyncIterator[bytes]:
+            return files.read_chunks(file, start, stop)
+
+        return await respond(read, file.size_bytes, file.sha256, wanted)
+
+    @router.get("/training-runs/{run}/artifacts", response_model=views.Artifacts)
+    async def get_artifacts(run: str) -> views.Artifacts:
+        """The artifacts of a run."""
+        row = await find(projection, run)
+        base = f"/training-runs/{row['run_id']}/artifacts/"
+        listed = [
+            views.RunFile(
+                path=each["name"], size_bytes=each["size_bytes"], sha256=each["sha256"], url=base + quote(each["name"])
+            )
+            for each in row["artifacts"]
+        ]
+        return views.Artifacts(artifacts=listed)
+
+    @router.get("/training-runs/{run}/artifacts/{name:path}", response_class=Response)
+    async def get_artifact(run: str, name: str, wanted: Range = None) -> Response:
+        """One artifact of a run."""
+        row = await find(projection, run)
+        found = next((each for each in row["artifacts"] if each["name"] == name), None)
+        if found is None:
+            names = ", ".join(each["name"] for each in row["artifacts"]) or "none"
+            raise HTTPException(404, f"run {row['run_id']} has no artifact {name!r}; it has {names}")
+
+        def read(start: int, stop: int) -> AsyncIterator[bytes]:
+            return files.read_object(found["uri"], start, stop)
+
+        return await respond(read, found["size_bytes"], found["sha256"], wanted)
+
+    @router.get("/training-runs/{run}/code", response_class=Response)
+    async def get_code(run: str) -> Response:
+        """The code package of a run: a gzipped tar."""
+        row = await find(projection, run)
+        code = (row["spec"] or {}).get("code")
+        if code is None:
+            raise HTTPException(404, f"run {row['run_id']} has no code package")
+        content = await _guard(files.get(code["uri"]))
+        return Response(content, media_type="application/gzip", headers=_tag(code["sha256"]))
+
+    return router
+
+
+def select_checkpoint(row: Row, known: list[Checkpoint], mark: str) -> Checkpoint | str:
+    """Return the checkpoint that a mark means, or why there is none."""
+    run_id = row["run_id"]
+    if not known:
+        return f"run {run_id} has no committed checkpoint"
+    if mark == LAST:
+        return known[-1]
+    if mark == BEST:
+        spec = RunSpec.model_validate(row["spec"]) if row["spec"] else None
+        if (best := find_best(spec, known)) is not None:
+            return best
+        wanted = " or ".join(metric.name for metric in ranking_metrics(spec)) or "a metric"
+        present = ", ".join(sorted({name for each in known for name in each.metrics})) or "no metrics"
+        return f"no checkpoint of run {run_id} was measured by {wanted}; they have {present}: name one by its step"
+    of_step = [each for each in known if each.step == int(mark)]
+    steps = ", ".join(str(each.step) for each in known)
+    return of_step[-1] if of_step else f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
+
+
+async def respond(read: Read, size_bytes: int, sha256: str, wanted: str | None) -> Response:
+    """Return an answer that streams a file, or the range of it that was asked for."""
+    headers = {**_tag(sha256), "Accept-Ranges": "bytes"}
+    start, stop, status = 0, size_bytes, 200
+    if wanted is not None and (bounds := parse_range(wanted, size_bytes)) is not None:
+        start, stop = bounds
+        if start >= stop:
+            return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size_bytes}"})
+        status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size_bytes}"
+    headers["Content-Length"] = str(stop - start)
+    pieces = read(start, stop)
+    # The first piece before the answer begins: what is missing has a status of its own.
+    first = await _guard(anext(pieces, b""))
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    return StreamingResponse(body(), status, headers, media_type="application/octet-stream")
+
+
+def parse_range(text: str, size_bytes: int) -> tuple[int, int] | None:
+    """Return the bounds of a ``Range`` header with one range, the second exclusive; None: answer with the whole."""
+    match = RANGE.fullmatch(text.strip())
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if not first:
+        return max(size_bytes - int(last), 0), size_bytes
+    return int(first), min(int(last) + 1, size_bytes) if last else size_bytes
+
+
+def _tag(sha256: str) -> dict[str, str]:
+    return {"ETag": f'"{sha256}"'}
+
+
+async def _guard(work: Awaitable[bytes]) -> bytes:
+    """Await a read; an object that is missing or damaged, or a store that is away, becomes an answer."""
+    try:
+        return await work
+    except ObjectNotFound as error:
+        raise HTTPException(404, f"{error} is no longer in the object store") from error
+    except ObjectCorrupted as error:
+        raise HTTPException(502, f"{error}: `trainbus checkpoints verify --repair` looks for another copy") from error
+    except TransientError as error:
+        raise HTTPException(503, f"the object store does not answer: {error}") from error

@@ -1,0 +1,250 @@
+"""The files of runs: over HTTP from the gateway, which needs no credentials, else from the object store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import httpx
+
+from contracts.events.checkpoint import CheckpointFile
+from contracts.events.run import Artifact
+from contracts.spec.run import Code
+from services.kit.chunks import restore_file
+from services.kit.kept_files import list_files, unpack_files
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore
+from trainbus.client.address import StackAddress
+from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, open_checkpoint_store, parse_manifest
+from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
+
+#: Seconds to connect to the gateway, and without a byte from it.
+CONNECT_S, STALL_S = 3.0, 60.0
+#: Connections that break without a byte more, after which a download is given up.
+MAX_BREAKS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedCheckpoint:
+    """A checkpoint whose files are in a local folder, each with the hash that was committed."""
+
+    stored: StoredCheckpoint
+    folder: Path
+    paths: tuple[Path, ...]
+
+
+class FileSource(Protocol):
+    """Where the files of runs are read. Nothing that it returns is verified yet, unless it says so."""
+
+    async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
+        """Return the bytes of a checkpoint's manifest."""
+
+    async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
+        """Write a file of a checkpoint."""
+
+    async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
+        """Write an artifact of a run."""
+
+    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
+        """Write the code package of a run."""
+
+
+class StoreSource:
+    """The object store itself."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
+        return await self._objects.get(stored.uri)
+
+    async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
+        await restore_file(self._objects, file, target)
+
+    async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await self._objects.download(artifact.uri, target)
+
+    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await self._objects.download(code.uri, target)
+
+
+class GatewaySource:
+    """The gateway's HTTP interface."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
+        response = await self._http.get(f"{_checkpoint_path(stored)}/manifest")
+        _check(response)
+        return response.content
+
+    async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
+        await self._download(f"{_checkpoint_path(stored)}/files/{quote(file.path)}", target)
+
+    async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
+        await self._download(f"/training-runs/{run_id}/artifacts/{quote(artifact.name)}", target)
+
+    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
+        await self._download(f"/training-runs/{run_id}/code", target)
+
+    async def _download(self, path: str, target: Path) -> None:
+        """Write what the gateway sends; a connection that breaks is made again and goes on where it was."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        breaks, etag = 0, ""
+        with target.open("wb") as file:
+            while True:
+                begin = file.tell()
+                headers = {"Range": f"bytes={begin}-"} if begin else {}
+                try:
+                    async with self._http.stream("GET", path, headers=headers) as response:
+                        if response.status_code >= 400:
+                            await response.aread()
+                            _check(response)
+                        if begin and (response.status_code != 206 or response.headers.get("ETag", "") != etag):
+                            file.seek(0)
+                            file.truncate()
+                        etag = response.headers.get("ETag", "")
+                        async for block in response.aiter_bytes():
+                            await asyncio.to_thread(file.write, block)
+                    return
+                except httpx.TransportError as error:
+                    breaks = 1 if file.tell() > begin else breaks + 1
+                    if breaks >= MAX_BREAKS:
+                        raise StackUnreachableError(
+                            f"the gateway at {self._http.base_url} breaks off while it sends {path}: {error!r}"
+                        ) from error
+
+
+def _checkpoint_path(stored: StoredCheckpoint) -> str:
+    return f"/training-runs/{stored.commit.run_id}/checkpoints/{stored.step}"
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise the gateway's own words if it has refused."""
+    if response.is_success:
+        return
+    try:
+        detail = response.json()["detail"]
+    except (ValueError, KeyError, TypeError):
+        detail = response.text[:500]
+    raise TrainbusError(f"the gateway answers {response.status_code}: {detail}")
+
+
+@asynccontextmanager
+async def open_file_source(address: StackAddress) -> AsyncIterator[FileSource]:
+    """Open the gateway of a stack, or the object store where none is known, or none that serves files answers.
+
+    Raises:
+        StackUnreachableError: neither can be reached.
+    """
+    problem = ""
+    if address.gateway_url is not None:
+        timeout = httpx.Timeout(STALL_S, connect=CONNECT_S)
+        async with httpx.AsyncClient(base_url=address.gateway_url, timeout=timeout) as http:
+            problem = await _find_problem(http)
+            if not problem:
+                try:
+                    yield GatewaySource(http)
+                except httpx.HTTPError as error:
+                    raise StackUnreachableError(
+                        f"the gateway at {address.gateway_url} does not answer: {error!r} (`trainbus doctor`)"
+                    ) from error
+                return
+    if address.data_dir is None and address.s3_access_key is None and problem:
+        raise StackUnreachableError(f"{problem}, and there are no credentials for the object store (`trainbus doctor`)")
+    async with open_checkpoint_store(address) as objects:
+        yield StoreSource(objects)
+
+
+async def _find_problem(http: httpx.AsyncClient) -> str:
+    """Return why the gateway cannot serve files, '' if it can."""
+    try:
+        routes = (await http.get("/openapi.json")).json()["paths"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return f"the gateway at {http.base_url} does not answer ({error!r})"
+    serves = "/training-runs/{run}/checkpoints/{mark}/manifest" in routes
+    return "" if serves else f"the gateway at {http.base_url} is too old to serve files"
+
+
+async def fetch_checkpoint(
+    address: StackAddress, stored: StoredCheckpoint, folder: Path, manifest_sha256: str | None = None
+) -> FetchedCheckpoint:
+    """Write a checkpoint's files into a new or empty folder and verify every hash.
+
+    Raises:
+        UsageError: the folder is not empty.
+        TrainbusError: the manifest is not the one of ``manifest_sha256``, or a file is missing or differs.
+    """
+    check_is_empty(folder)
+    async with open_file_source(address) as source:
+        loaded = await read_manifest(source, stored, manifest_sha256)
+        return FetchedCheckpoint(stored, folder, await fetch_files(source, loaded, folder))
+
+
+def check_is_empty(folder: Path) -> None:
+    """Raise UsageError unless the folder is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there and not an empty folder: name a new one")
+
+
+async def read_manifest(
+    source: FileSource, stored: StoredCheckpoint, manifest_sha256: str | None = None
+) -> LoadedCheckpoint:
+    """Return a checkpoint with its files.
+
+    Raises:
+        TrainbusError: it is not the manifest that was committed, or not the one of ``manifest_sha256``.
+    """
+    loaded = parse_manifest(stored, await source.read_manifest(stored))
+    if manifest_sha256 not in (None, loaded.manifest_sha256):
+        raise TrainbusError(
+            f"refused: the manifest of {stored.uri} has SHA-256 {loaded.manifest_sha256}, not {manifest_sha256}"
+        )
+    return loaded
+
+
+async def fetch_files(source: FileSource, loaded: LoadedCheckpoint, folder: Path) -> tuple[Path, ...]:
+    """Write all files of a checkpoint below a folder, verify them and return their paths."""
+    paths = [await fetch_file(source, loaded, file, folder) for file in loaded.files]
+    # What a script kept: its files as they were, whatever their names and number.
+    if await asyncio.to_thread(unpack_files, folder) is not None:
+        paths = [path for _, path in sorted(list_files(folder))]
+    return tuple(paths)
+
+
+async def fetch_file(source: FileSource, loaded: LoadedCheckpoint, file: CheckpointFile, folder: Path) -> Path:
+    """Write one file of a checkpoint below a folder, verify it and return its path."""
+    path = _path_below(folder, file.path)
+    await source.write_file(loaded.stored, file, path)
+    await verify(path, file.sha256, f"{file.path!r} of {loaded.stored.uri}")
+    return path
+
+
+async def fetch_artifact(source: FileSource, run_id: str, artifact: Artifact, folder: Path) -> Path:
+    """Write one artifact of a run below a folder, verify it and return its path."""
+    path = _path_below(folder, artifact.name)
+    await source.write_artifact(run_id, artifact, path)
+    await verify(path, artifact.sha256, f"the artifact {artifact.name!r} of run {run_id}")
+    return path
+
+
+async def verify(path: Path, sha256: str, what: str) -> None:
+    """Remove a file and raise TrainbusError unless it has that hash."""
+    if await asyncio.to_thread(hash_file, path) != sha256:
+        path.unlink()
+        raise TrainbusError(f"{what} does not have the hash that was committed")
+
+
+def _path_below(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TrainbusError(f"{name!r} leaves the folder: this manifest was not written by trainbus")
+    return path

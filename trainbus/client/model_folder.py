@@ -198,7 +198,8 @@ def _merge_weights(paths: Sequence[Path], target: Path) -> None:
 
 
 async def _write_code(source: FileSource, run_id: str, spec: RunSpec, folder: Path) -> None:
-    from services.worker.launch.code_package import PackageError, unpack_package
+    from services.kit.code_package import PackageError
+    from services.worker.launch.code_package import unpack_package
 
     assert spec.code is not None
     package = folder / ".code.tar.gz"

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from contracts import subjects, topology
@@ -28,7 +29,14 @@ from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.packages import package_routes
-from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
+from services.gateway.page import (
+    CONTENT_SECURITY_POLICY,
+    DOCS,
+    DOCS_ASSETS_PATH,
+    DOCS_CONTENT_SECURITY_POLICY,
+    PAGE,
+    docs_assets_dir,
+)
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
 from services.gateway.settings import GatewaySettings
@@ -56,7 +64,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
         version="1",
         description="Train models and follow them. Name a run by its id, a unique beginning of it, or its name.",
         responses=ERRORS,
-        docs_url=None,  # their pages load scripts from elsewhere; /openapi.json is served
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; /docs is served by _operation_routes
         redoc_url=None,
     )
     app.add_middleware(SameSite)
@@ -70,6 +78,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(file_routes(projection, files, find))
     app.include_router(_stream_routes(service, projection))
     app.include_router(_catalog_routes(projection, settings))
+    app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
     return app
 
 
@@ -368,6 +377,10 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
     @router.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(DOCS, headers={"Content-Security-Policy": DOCS_CONTENT_SECURITY_POLICY})
 
     @router.get("/health")
     async def health() -> dict[str, str]:

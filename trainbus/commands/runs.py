@@ -34,6 +34,7 @@ SUBMIT_FLAGS = {
     "params": (list[str], "--param"),
     "env": (list[str], "--env"),
     "metric_patterns": (list[str], "--metric-pattern"),
+    "check": (bool, "--check/--no-check"),
     "event_id": (str, "--id"),
 }
 
@@ -64,6 +65,8 @@ async def submit(
     patterns = options.get("metric_patterns") or ()
     options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
     submitted = await client.submit(project, task, **options)
+    if submitted.unchecked:
+        print(f"not all was checked before the upload: {submitted.unchecked}", file=sys.stderr)
     if as_json:
         named = {"run_id": submitted.run_id, "name": submitted.name, "event_id": submitted.event_id}
         print(render.as_json({**named, "code": submitted.request.code}))

@@ -1,0 +1,152 @@
+"""What ``trainbus submit`` finds out before it uploads anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from trainbus.client.data_format import find_local_format, read_sample, recognize_format
+from trainbus.client.errors import UsageError
+from trainbus.client.package import pack_project
+from trainbus.client.submission import build_data, build_request
+from trainbus.client.submission_check import check_submission
+
+pytestmark = pytest.mark.shell
+
+TASK = """
+import torch
+from trainbus import Task
+
+class Rows(Task):
+    def __init__(self, lr=0.1):
+        self.lr = lr
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def decode(self, sample):
+        return super().decode(sample)["x"]
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"x": 1.0, "y": 2}\n')
+    return folder
+
+
+async def check(project: Path, source: str, task: str | None = "task:Rows", **options: Any) -> str:
+    if task is not None and "data" not in options:
+        options["data"] = source
+    package = pack_project(project)
+    return await check_submission(build_request(project, task, package, "code", options), package)
+
+
+def write_project(tmp_path: Path, source: str = TASK) -> Path:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "task.py").write_text(source)
+    return project
+
+
+async def test_a_task_that_runs_passes(tmp_path: Path, data: Path) -> None:
+    assert await check(write_project(tmp_path), str(data), params={"lr": 1}) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "task", "params", "message"),
+    [
+        pytest.param(TASK, "task:Row", {}, "Row is not there", id="class"),
+        pytest.param(TASK, "tusk:Rows", {}, "there is no module 'tusk'", id="module"),
+        pytest.param(TASK, "task:Rows", {"lrr": 1}, "did you mean lr", id="param"),
+        pytest.param("def f(:\n", "task:Rows", {}, r"SyntaxError: invalid syntax \(task.py:1\)", id="syntax"),
+        pytest.param(
+            TASK.replace('["x"]', '["f0"]'), "task:Rows", {},
+            r"KeyError: 'f0' \(task.py:13, in decode\).*its row \(json\) has x, y", id="decode",
+        ),
+    ],
+)  # fmt: skip
+async def test_what_no_attempt_can_change_is_found_before_the_upload(
+    tmp_path: Path, data: Path, source: str, task: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        await check(write_project(tmp_path, source), str(data), task, params=params)
+
+
+async def test_a_task_needs_data(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a task needs data: give --data"):
+        await check(write_project(tmp_path), "", data=None)
+
+
+async def test_what_this_machine_lacks_is_left_to_the_node(tmp_path: Path, data: Path) -> None:
+    project = write_project(tmp_path, "import no_such_package\n" + TASK)
+    assert "no_such_package is not installed here" in await check(project, str(data))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("python trian.py", "there is no file trian.py in the project"),
+        ("python task.py", r"SyntaxError: .* \(task.py:1\)"),
+        ("./task.py", "is not executable: `chmod"),
+        ("./gone.sh", "there is no file ./gone.sh"),
+        ("python hidden.py", "whether .gitignore"),
+    ],
+)
+async def test_a_command_names_files_that_are_there(tmp_path: Path, command: str, message: str) -> None:
+    project = write_project(tmp_path, "def f(:\n")
+    (project / "hidden.py").write_text("pass")
+    (project / ".gitignore").write_text("hidden.py")
+    with pytest.raises(UsageError, match=message):
+        await check(project, "", None, command=command)
+    assert await check(project, "", None, command="python -m pytest") == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["0/a.png", "1/b.JPG", "labels.csv", "README.md"], "images"),
+        (["a.jsonl", "b.ndjson"], "jsonl"),
+        (["part-0.parquet", "_SUCCESS"], "parquet"),
+        (["book.txt"], "text"),
+        (["a.tar"], "webdataset"),
+        (["index.json", "shard.00000.mds"], "mds"),
+        (["manifest.csv", "a.png", "b.wav"], "binary"),
+        (["notes.md", ".hidden.jsonl"], None),
+    ],
+)
+def test_a_folder_is_recognized_by_what_lies_in_it(names: list[str], expected: str | None) -> None:
+    assert recognize_format(names) == expected
+
+
+def test_a_folder_of_two_kinds_names_both(data: Path) -> None:
+    (data / "b.parquet").touch()
+    with pytest.raises(UsageError, match=r"both jsonl \(a.jsonl\) and parquet \(b.parquet\) are there"):
+        find_local_format(data)
+    assert build_data(str(data), "jsonl")["format"] == "jsonl"
+
+
+def test_a_sample_is_what_the_task_gets(tmp_path: Path, data: Path) -> None:
+    import polars
+
+    from contracts.spec.data import DataSource
+
+    polars.DataFrame({"x": [1, 2]}).write_parquet(tmp_path / "t.parquet")
+    source = DataSource(source=data.as_uri(), format="parquet")
+    sample = read_sample(tmp_path / "t.parquet", source)
+    assert sample is not None
+    assert json.loads(sample["json"]) == {"x": 1}
+    assert read_sample(data, source) is None
+    Image.new("L", (2, 2)).save(tmp_path / "i.png")
+    image = read_sample(tmp_path / "i.png", DataSource(source=data.as_uri(), format="images"))
+    assert image is not None
+    assert image.keys() == {"png", "cls"}

@@ -133,8 +133,8 @@ class Broken(Images):
 def test_an_error_names_the_sample(tmp_path: Path, workers: Callable[[int, Task], WorkerPool], count: int) -> None:
     task, reader = Broken(), shards.write(tmp_path, {"train": shards.ragged(120)}).split("train")
     loading = BatchLoader(task, reader, workers=workers(count, task))
-    expected = r"sample 's00057' of train/shard-00001\.tar: Broken\.decode\(\) failed: ValueError: not my kind"
-    with pytest.raises(TaskError, match=expected + r" \(test_loader\.py, line \d+, in decode\)"):
+    place = r"ValueError: not my kind \(test_loader\.py:\d+, in decode\): Broken\.decode\(\) failed"
+    with pytest.raises(TaskError, match=place + r"; it was sample 's00057' of train/shard-00001\.tar"):
         loading.start(np.array([1, 2, 57, 3]))()
     assert loading.start(np.array([1, 2]))().samples == 2  # the worker still runs
 
@@ -160,7 +160,7 @@ def test_a_worker_that_dies_names_the_sample(
 def test_the_sample_that_killed_a_worker_is_named(tmp_path: Path, workers: Callable[[int, Task], WorkerPool]) -> None:
     task, reader = Broken(), shards.write(tmp_path, {"train": shards.ragged(120)}).split("train")
     result = BatchLoader(task, reader, workers=workers(2, task)).start(np.array([3, 4, 58]))
-    with pytest.raises(TaskError, match=r"sample 's00058' of train/shard-00001\.tar: loader worker 0 was killed"):
+    with pytest.raises(TaskError, match=r"loader worker 0 was killed.*sample 's00058' of train/shard-00001\.tar"):
         result()
 
 
@@ -173,7 +173,7 @@ def test_a_batch_that_cannot_be_pickled_raises_an_error(
     tmp_path: Path, workers: Callable[[int, Task], WorkerPool]
 ) -> None:
     task, reader = Unlike(), shards.write(tmp_path, {"train": shards.ragged(60)}).split("train")
-    with pytest.raises(TaskError, match=r"'s00001' to 's00002': the batch cannot be passed on between processes"):
+    with pytest.raises(TaskError, match=r"the batch cannot be passed on between processes.*'s00001' to 's00002'"):
         BatchLoader(task, reader, workers=workers(1, task)).start(np.array([1, 2]))()
 
 

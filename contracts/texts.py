@@ -39,6 +39,16 @@ def describe_milestone(event: Any) -> str:
     return "" if isinstance(event, ROUTINE_FACTS) else describe(event)
 
 
+def explain_request(*, scheduler_answers: bool) -> str:
+    """Return why a run that was requested is not accepted yet."""
+    if scheduler_answers:
+        return "the request is stored; the scheduler has not answered it yet"
+    return (
+        "the request is stored, but no scheduler answers: the run is accepted as soon as one does "
+        "(`trainbus doctor` shows what is wrong)"
+    )
+
+
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     """Return a count with its noun: ``1 slot``, ``2 slots``, ``1,024 slots``."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

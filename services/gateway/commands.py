@@ -14,6 +14,7 @@ from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
 from contracts.state.run import TERMINAL_STATES
+from contracts.texts import explain_request
 from services.gateway.core.fold import request_hash
 from services.gateway.queries import Row
 from services.gateway.views import AcceptedRequest
@@ -87,6 +88,8 @@ class Commands:
             return None
         if not isinstance(answer, dict):
             answer = {"message": str(answer)}
+        if row["state"] == "requested" and answer.get("state") == "unknown":
+            answer["message"] = explain_request(scheduler_answers=True)
         message = str(answer.get("message") or answer.get("reason") or f"the run is {row['state']}")
         return {
             "run_id": row["run_id"],
@@ -100,7 +103,9 @@ class Commands:
 def recorded_why(row: Row) -> dict[str, Any]:
     """Return why a run is where it is by its facts."""
     message = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
-    if row["state"] not in TERMINAL_STATES:
+    if row["state"] == "requested":
+        message = explain_request(scheduler_answers=False)
+    elif row["state"] not in TERMINAL_STATES:
         message += " (recorded earlier: the scheduler does not answer)"
     return {"run_id": row["run_id"], "state": row["state"], "message": message, "answered_by": "read model"}
 

@@ -312,6 +312,22 @@ async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:
     assert (await gateway.client.post(f"/training-runs/{RUN}/cancel")).status_code == 409
 
 
+async def test_why_of_a_request_that_nobody_has_answered(gateway: Running, bus: Bus) -> None:
+    asked = await gateway.client.post("/training-runs", json={"name": "digits", "command": ["true"]})
+    run_id = asked.json()["run_id"]
+    assert (await gateway.get(f"/training-runs/{run_id}"))["state"] == "requested"
+    alone = await gateway.get(f"/training-runs/{run_id}/why")
+    assert alone["state"] == "requested"
+    assert "no scheduler answers" in alone["message"]
+
+    async def answer(message: Any) -> None:
+        await message.respond(json.dumps({"state": "unknown", "message": "no run has the id"}).encode())
+
+    await bus.nc.subscribe(subjects.service("scheduler", "why"), cb=answer)
+    await bus.nc.flush()
+    assert "has not answered it yet" in (await gateway.get(f"/training-runs/{run_id}/why"))["message"]
+
+
 async def test_why_with_and_without_a_scheduler(gateway: Running, bus: Bus) -> None:
     waiting = RunWaiting(run_id=RUN, next_generation=1, code="slots", message="needs 4 slots, 2 are free")
     accepted = RunAccepted(run_id=RUN, spec=SPEC, request_id="e", request_source="t")

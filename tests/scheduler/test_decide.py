@@ -586,6 +586,15 @@ def test_why_names_what_would_start_the_run() -> None:
     assert "run r2 is ahead" in answer(world.cluster, "r3", world.now, world.policy)["message"]
 
 
+def test_the_published_reason_has_the_true_numbers() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(3))
+    world.accept("r2", spec({"min": 2, "max": 4}))
+    world.settle()
+    (waiting,) = world.facts(RunWaiting, "r2")
+    assert waiting.message.startswith("needs at least 2 slots, 1 of 4 are free; run r1 holds the rest")
+
+
 def test_ten_thousand_runs_are_folded_and_decided_on() -> None:
     """The time it takes is printed and not judged: a machine's speed is no property of the code."""
     cluster, policy, sequence = Cluster(), Policy(), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.texts import explain_request
 from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.nats_import import aiohttp_hidden
 from trainbus.client.views import RunView, apply_spec
@@ -44,12 +45,7 @@ async def has_scheduler(connection: Connection) -> bool:
 
 async def explain_requested(connection: Connection) -> str:
     """Return why a run is not accepted yet."""
-    if await has_scheduler(connection):
-        return "the request is stored; the scheduler has not answered it yet"
-    return (
-        "the request is stored; no scheduler answers, and the run is accepted as soon as one does "
-        "(`trainbus doctor` shows what is wrong)"
-    )
+    return explain_request(scheduler_answers=await has_scheduler(connection))
 
 
 def _view_of(stored: StoredEvent) -> RunView:

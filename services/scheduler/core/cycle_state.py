@@ -80,6 +80,8 @@ class CycleState:
         self.blocked: list[Run] = []
         #: Request -> the least number of slots that did not fit; what is free only shrinks while runs are placed.
         self.misfits: dict[ResourceRequest, int] = {}
+        #: Nodes -> their free slots at the end of the cycle, and all their slots; for texts.
+        self.slot_counts: dict[frozenset[str], tuple[int, int]] = {}
         #: Nodes evaluated to place runs, and to find victims.
         self.placement_work = self.search_work = 0
         self._wake_s = math.inf

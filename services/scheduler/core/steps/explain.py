@@ -57,8 +57,10 @@ def add_numbers(cycle: CycleState, run: Run, why: Why) -> Why:
     if why.code not in ("slots", "priority", "reserved"):
         return why
     nodes = cycle.placer.waits_for(run, resource_request_of(cycle.cluster, run))
-    free = sum(each.whole_slots for node_id in nodes if (each := cycle.snapshot.nodes.get(node_id)) is not None)
-    return replace(why, idle=free, capacity=sum(cycle.cluster.nodes[node_id].slots for node_id in nodes))
+    if (counts := cycle.slot_counts.get(nodes)) is None:
+        free = sum(each.whole_slots for node_id in nodes if (each := cycle.snapshot.nodes.get(node_id)) is not None)
+        counts = cycle.slot_counts[nodes] = free, sum(cycle.cluster.nodes[node_id].slots for node_id in nodes)
+    return replace(why, idle=counts[0], capacity=counts[1])
 
 
 def _unexamined(cycle: CycleState) -> Why:
@@ -76,6 +78,7 @@ def _explain(cycle: CycleState, run_id: str, why: Why) -> bool:
         return False
     if (run.waiting_code, run.waiting_generation) == (why.code, run.next_generation):
         return False
-    explained = ExplainRun(run_id, run.next_generation, why.code, message(cycle.cluster, run, why))
+    text = message(cycle.cluster, run, add_numbers(cycle, run, why))
+    explained = ExplainRun(run_id, run.next_generation, why.code, text)
     cycle.result.decisions.append(explained)
     return True

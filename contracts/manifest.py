@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 from pydantic import TypeAdapter, ValidationError
 
 from contracts.events.checkpoint import CheckpointFile
 
+#: The address of a manifest, with its run.
+MANIFEST_URI = re.compile(r"s3://[^/]+/[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g\d+\.json")
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
@@ -21,3 +24,9 @@ def files_of(manifest: bytes) -> tuple[CheckpointFile, ...]:
         return _FILES.validate_python(json.loads(manifest)["files"])
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"not a manifest: {error!r}") from error
+
+
+def run_of_manifest(uri: str | None) -> str | None:
+    """Return the run whose checkpoint a manifest's address names; None for any other text."""
+    match = MANIFEST_URI.fullmatch(uri or "")
+    return match["run_id"] if match else None

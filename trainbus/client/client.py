@@ -15,7 +15,7 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +43,7 @@ from trainbus.datasets.history import DatasetRecord
 
 if TYPE_CHECKING:
     from trainbus.client.model_folder import FetchedModel
+    from trainbus.client.resumption import ResumedRun
     from trainbus.client.run_files import FetchedCheckpoint
 
 T = TypeVar("T")
@@ -216,6 +217,48 @@ class AsyncClient:
             steps = ", ".join(f"{each.step} (epoch {each.epoch})" for each in known)
             raise NotFoundError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}")
         return run_id, step
+
+    async def resume(
+        self,
+        run: RunRef,
+        *,
+        start: str = "last",
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        params: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> ResumedRun:
+        """Request a new run that goes on from a checkpoint of another, for longer or with other params.
+
+        ``start`` is ``best``, ``last`` or a step. ``epochs`` and ``max_steps`` count from the parent's start.
+
+        Raises:
+            UsageError: nothing would be left to train; nothing was sent.
+            NotFoundError: the run has no such checkpoint.
+        """
+        from trainbus.client.resumption import ResumedRun, describe_changes, plan_resumption
+
+        checkpoints.CheckpointName.parse(f"run@{start}")
+        run_id = await self.find_run(run)
+        stored = await checkpoints.find_run_checkpoint(self.connection, run_id, start)
+        view = await self.run(run_id)
+        assert view.spec is not None
+        request = plan_resumption(
+            view.spec,
+            stored,
+            dataset_id=view.dataset_id,
+            completed=view.state == "completed",
+            epochs=epochs,
+            max_steps=max_steps,
+            params=params,
+            name=name,
+        )
+        first = await self.connection.last_sequence(topology.FACTS) + 1
+        resumed = derive_run_id(await self.connection.publish_request(request))
+        answer = await self._wait_for_answer(first, subjects.run(resumed), "accepted", "rejected")
+        note = describe_changes(view.spec, request, stored)
+        epoch = stored.commit.checkpoint.epoch
+        return ResumedRun(resumed, request.name, run_id, stored.step, epoch, note, answer)
 
     # -- what a run has said -------------------------------------------------------
 
@@ -408,6 +451,7 @@ class Client:
     why = _sync(AsyncClient.why)
     cancel = _sync(AsyncClient.cancel)
     restore = _sync(AsyncClient.restore)
+    resume = _sync(AsyncClient.resume)
     events = _sync_iterator(AsyncClient.events)
     logs = _sync_iterator(AsyncClient.logs)
     metrics = _sync(AsyncClient.metrics)

@@ -13,6 +13,7 @@ from typing import Any
 
 from contracts import exactness
 from contracts.events import checkpoint, dataset, model, node, run
+from contracts.manifest import run_of_manifest
 from contracts.spec.run import RunSpec
 from contracts.state.node import GONE_STATES, incarnations_before, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
@@ -301,7 +302,8 @@ def apply_spec(view: RunView, spec: RunSpec) -> None:
 
 def _apply_accepted(view: RunView, event: run.RunAccepted) -> None:
     apply_spec(view, event.spec)
-    view.parent_run_id = event.parent_run_id
+    resumed = run_of_manifest(event.spec.resume_from) if event.spec.kind == "train" else None
+    view.parent_run_id = event.parent_run_id or resumed
 
 
 def _apply_rejected(view: RunView, event: run.RunRejected) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
 from trainbus.trainer.checkpoint.weights import put_model
+from trainbus.trainer.optimizer_state import pack_groups, restore_groups
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore, load_newest_state
 from trainbus.trainer.training_state import MovingAverage
@@ -100,13 +102,35 @@ class StartPoint:
         elif self._init is not None:
             load_initial_weights(self._init.folder, model, self._init.exclude)
 
-    def load_optimizer(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
-        """Load the optimizer, the loss scale and the schedule."""
+    def load_optimizer(
+        self, strategy: Strategy, schedule: LRScheduler | None, *, has_other_settings: bool = False
+    ) -> None:
+        """Load the optimizer, the loss scale and the schedule.
+
+        ``has_other_settings``: the hyperparameters stay as the task has set them, and the schedule is the task's own,
+        advanced to this step; of the optimizer only its tensors and counts are loaded.
+        """
         if self._state is None:
             return
+        groups = strategy.optimizer.param_groups
+        fresh = pack_groups(groups, [()] * len(groups))
         strategy.load_state(self._state)
-        if schedule is not None and self.progress.schedule is not None:
+        if has_other_settings:
+            restore_groups(groups, fresh)
+            if schedule is not None:
+                _advance_schedule(schedule, self.progress.step)
+        elif schedule is not None and self.progress.schedule is not None:
             schedule.load_state_dict(self.progress.schedule)
+
+    def has_other_settings(self, run: Mapping[str, Any], total_steps: int) -> bool:
+        """Return whether the state is another run's, with other params or another end.
+
+        A schedule that was made for the other end would run out, and its learning rate hide the new one.
+        """
+        parent = self._parent
+        if self._state is None or parent.get("run_id") == self._run_id:
+            return False
+        return bool(parent.get("params") != run.get("params") or parent.get("total_steps", total_steps) != total_steps)
 
     def moving_average(self, strategy: Strategy, decay: float | None) -> MovingAverage | None:
         """Return the moving average of the weights as it was, or a new one that begins with them."""
@@ -125,3 +149,12 @@ class StartPoint:
         parent = None if self._state is None else self._parent
         exactness = environment.classify_exactness(logical_ranks, digests, parent, self._run_id)
         return {**run, "exactness": exactness, "environment_digest": digests[0]}
+
+
+def _advance_schedule(schedule: LRScheduler, steps: int) -> None:
+    """Bring a new schedule to where it is after that many steps."""
+    with warnings.catch_warnings():
+        # It follows no optimizer's steps here.
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            schedule.step()

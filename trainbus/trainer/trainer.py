@@ -117,7 +117,8 @@ class Trainer:
         start.load_weights(model)
         self.strategy = make_strategy(task, model, training, self.world)
         self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
-        start.load_optimizer(self.strategy, self.schedule)
+        changed = start.has_other_settings(settings.about, self.total_steps)
+        start.load_optimizer(self.strategy, self.schedule, has_other_settings=changed)
         self.ema = start.moving_average(self.strategy, training.ema_decay)
 
         self.environment = environment.describe(self.world.device, settings.machine)
@@ -125,7 +126,7 @@ class Trainer:
         # The model of the task may depend on the dataset: what loads it elsewhere has only this file.
         statistics = {name: each.model_dump() for name, each in task.statistics.items()}
         dataset = {"classes": list(task.classes), "statistics": statistics}
-        self.progress.about = about | {"order": data.order.state()} | dataset
+        self.progress.about = about | {"order": data.order.state(), "total_steps": self.total_steps} | dataset
         self.exactness: Exactness = about["exactness"]
 
         self._best = BestMetricTracker(self.progress, settings.best_metric, settings.best_mode, training.early_stopping)

@@ -34,6 +34,8 @@ OUTPUT_DIR_VARIABLE = "TRAINBUS_OUTPUT_DIR"
 RESUME_DIR_VARIABLE = "TRAINBUS_RESUME_DIR"
 RESUME_STEP_VARIABLE = "TRAINBUS_RESUME_STEP"
 RUN_ID_VARIABLE = "TRAINBUS_RUN_ID"
+#: Folder of the project's packages, named by the hash of their lock; set only where the node does not have them all.
+PACKAGES_DIR_VARIABLE = "TRAINBUS_PACKAGES_DIR"
 #: ``spec.params`` as JSON.
 PARAMS_VARIABLE = "TRAINBUS_PARAMS"
 #: The rank's journal, to append lines to.

@@ -33,6 +33,7 @@ import torch.distributed  # noqa: E402
 import torch.nn.parallel  # noqa: E402
 import torch.profiler  # noqa: E402
 
+from contracts.ranks import PACKAGES_DIR_VARIABLE  # noqa: E402
 from trainbus import process_exit, rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
@@ -128,6 +129,8 @@ class WarmServer:
 
     def _fork(self, request: dict[str, Any]) -> int:
         env = {str(name): str(value) for name, value in request["env"].items()}
+        if packages_dir := env.get(PACKAGES_DIR_VARIABLE):
+            _check_packages(Path(packages_dir))
         cwd, log, exit_file = str(request["cwd"]), str(request["log"]), Path(request["exit_file"])
         # Opened before the fork, so that what is wrong with them is this request's error.
         log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -165,6 +168,8 @@ class WarmServer:
             os.chdir(cwd)
             os.environ.clear()
             os.environ.update(env)
+            if packages_dir := env.get(PACKAGES_DIR_VARIABLE):
+                sys.path.insert(0, packages_dir)  # load_task puts the project's code before it
             sys.argv = ["trainbus.rank"]
             process_exit.exit_file = exit_file
             rank.main()
@@ -201,6 +206,18 @@ class WarmServer:
         if self._connections.pop(connection, None) is not None:
             self._selector.unregister(connection)
             connection.close()
+
+
+def _check_packages(folder: Path) -> None:
+    """Refuse a project's packages of which this process has imported another version: a fork would have that one.
+
+    Raises:
+        ValueError: a module of ``folder`` is imported here.
+    """
+    modules = {each.name.partition(".")[0] for each in folder.iterdir() if not each.name.endswith(".dist-info")}
+    imported = sorted(modules & {name.partition(".")[0] for name in sys.modules})
+    if imported:
+        raise ValueError(f"the project has its own {', '.join(imported)}")
 
 
 def main() -> None:

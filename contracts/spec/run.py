@@ -26,6 +26,16 @@ class Code(SpecPart):
     git_dirty: bool | None = None
 
 
+class Packages(SpecPart):
+    """Which packages a run has beside those of the node."""
+
+    #: ``project``: those that its ``uv.lock``, ``requirements.txt`` or ``pyproject.toml`` asks for, installed on the
+    #: node. ``node``: none.
+    source: Literal["project", "node"] = "project"
+    #: ``node``: torch is the node's, whatever version the project locks. ``project``: the project's.
+    torch: Literal["node", "project"] = "node"
+
+
 class RunFields(SpecPart):
     """The fields of a run. Exactly one of ``task`` (with ``code``) and ``command`` says what runs."""
 
@@ -41,6 +51,7 @@ class RunFields(SpecPart):
     gang: Gang = Gang()
     scheduling: Scheduling = Scheduling()
     code: Code | None = None
+    packages: Packages = Packages()
     task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
     params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
     command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None

@@ -22,6 +22,7 @@ from services.worker.cache.shard_files import ShardFiles
 from services.worker.checkpoints.survivor_state import SurvivorMemory, default_folder
 from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
+from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.launch.warm_server import WarmServer
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inspect_node
@@ -32,6 +33,8 @@ from services.worker.ranks.system_metrics import SystemMeter
 from services.worker.settings import WorkerSettings
 
 PR_SET_DUMPABLE = 4
+#: Folder of the projects' packages in the cache's folder.
+PACKAGES_FOLDER = "packages"
 
 
 def protect_credentials() -> None:
@@ -64,6 +67,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             bus=service.bus,
             objects=objects,
             cache=_cache(settings, service, objects),
+            packages=_packages(settings, objects),
             executor=executor,
             inventory=inventory,
             meter=SystemMeter(inventory.gpus),
@@ -101,13 +105,29 @@ def _then_close(end_agent: Callable[[], Awaitable[None]], executor: Executor) ->
 
 
 def _cache(settings: WorkerSettings, service: Service, objects: ObjectStore) -> NodeCache:
-    folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
+    folder = _cache_folder(settings)
     downloader = RangedDownloader(objects.reader, stall_s=settings.cache_stall_s)
-    files = FileCache(folder, objects, excluded=(folder / SHARDS_FOLDER,))
+    files = FileCache(folder, objects, excluded=(folder / SHARDS_FOLDER, folder / PACKAGES_FOLDER))
     shard_files = ShardFiles(folder / SHARDS_FOLDER, objects, downloader, settings.cache_warm_dir)
     max_bytes = settings.cache_max_bytes
     shards = service.add_resource(ShardCache(shard_files, max_bytes, ahead_s=settings.cache_ahead_s, other_files=files))
     return NodeCache(files, objects, max_bytes, shards)
+
+
+def _packages(settings: WorkerSettings, objects: ObjectStore) -> PackageEnvironments:
+    return PackageEnvironments(
+        _cache_folder(settings) / PACKAGES_FOLDER,
+        settings.data_dir.resolve() / "runs",
+        objects,
+        settings.bucket_code,
+        max_bytes=settings.packages_max_bytes,
+        timeout_s=settings.packages_timeout_s,
+        may_build=settings.packages_build,
+    )
+
+
+def _cache_folder(settings: WorkerSettings) -> Path:
+    return (settings.cache_dir or settings.data_dir / "cache").resolve()
 
 
 def _memory(settings: WorkerSettings) -> SurvivorMemory:

@@ -12,6 +12,7 @@ from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.checkpoints.uploader import KnownBlobs
 from services.worker.launch.executor import Executor
+from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import NodeInventory
 from services.worker.ranks.system_metrics import SystemMeter
@@ -50,6 +51,7 @@ class NodeContext:
     bus: Bus
     objects: ObjectStore
     cache: NodeCache
+    packages: PackageEnvironments
     executor: Executor
     inventory: NodeInventory
     meter: SystemMeter

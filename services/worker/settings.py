@@ -84,6 +84,12 @@ class WorkerSettings(Settings):
     cache_stall_s: float = Field(2.0, gt=0)
     #: Folders of ended runs that stay on the node, for their logs.
     keep_finished: int = Field(5, ge=0)
+    #: Bytes of the packages that projects ask for, with the installer's cache; the oldest in use goes first.
+    packages_max_bytes: int = Field(32 * GIB, ge=0)
+    #: Seconds to resolve or install the packages of one project.
+    packages_timeout_s: float = Field(1800.0, gt=0)
+    #: Build packages that have no wheel: their code runs on the node, with the settings of its package index.
+    packages_build: bool = True
     package_max_bytes: int = Field(2 * GIB, gt=0)
     package_max_files: int = Field(20_000, gt=0)
 

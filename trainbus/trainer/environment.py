@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from contracts.events.checkpoint import Exactness
+from contracts.ranks import PACKAGES_DIR_VARIABLE
 
 #: Variables that choose kernels or decide how a sum is split among threads.
 VARIABLES = (
@@ -64,6 +65,8 @@ def describe(device: torch.device, machine: Mapping[str, str] | None = None) -> 
         "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.default_dtype": str(torch.get_default_dtype()),
     }
+    if packages_dir := os.environ.get(PACKAGES_DIR_VARIABLE):
+        found["packages"] = os.path.basename(packages_dir)[:16]
     if device.type == "cuda":
         found |= _cuda(device)
     return found

@@ -153,6 +153,7 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             priority=min(step.priority + PRIORITY_BONUS, 1000),
             slots=Slots(min=1, max=1),
             code=trained.code,
+            packages=trained.packages,
             task=trained.task,
             params=trained.params,
             command=trained.command,

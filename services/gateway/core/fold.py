@@ -40,6 +40,8 @@ from contracts.state.run import TERMINAL_STATES, change_run
 from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
 R = TypeVar("R")
+#: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
+ADDED_FIELDS = ("packages",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,13 @@ def apply(rows: Rows, event: Event, at: At) -> None:
 
 
 def request_hash(spec: TrainRequested) -> str:
-    """Return a hash that equal requests share, also when their bodies are spelled differently."""
-    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+    """Return a hash that equal requests share, also when their bodies are spelled differently.
+
+    A version that adds a field gives the requests of earlier versions the hash that they had.
+    """
+    fields = type(spec).model_fields
+    unset = {name for name in ADDED_FIELDS if getattr(spec, name) == fields[name].get_default()}
+    return hashlib.sha256(spec.model_dump_json(exclude=unset).encode()).hexdigest()
 
 
 # -- runs ---------------------------------------------------------------------

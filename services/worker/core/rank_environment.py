@@ -13,6 +13,7 @@ from contracts.ranks import (
     LAUNCH_VARIABLE,
     MEMORY_FRACTION_VARIABLE,
     OUTPUT_DIR_VARIABLE,
+    PACKAGES_DIR_VARIABLE,
     PARAMS_VARIABLE,
     RESUME_DIR_VARIABLE,
     RESUME_STEP_VARIABLE,
@@ -54,6 +55,8 @@ class NodeEnvironment:
     output_dir: str = ""
     resume_dir: str = ""
     resume_step: int = 0
+    #: Folder of the project's packages, which precede the node's; '' where the node has them all.
+    packages_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,12 @@ def build_environment(
     spec = placed.spec
     own = {name: inherited[name] for name in INHERITED if name in inherited}
     path = [entry for entry in own.get("PATH", "/usr/bin:/bin").split(":") if entry != place.bin_folder]
-    own["PATH"] = ":".join([place.bin_folder, *path])
+    programs = [f"{place.packages_dir}/bin"] if place.packages_dir else []
+    own["PATH"] = ":".join([*programs, place.bin_folder, *path])
     own.update(spec.env)
     own["PYTHONPATH"] = ":".join(entry for entry in (*place.python_path, spec.env.get("PYTHONPATH", "")) if entry)
+    if place.packages_dir:
+        own[PACKAGES_DIR_VARIABLE] = place.packages_dir
     own.setdefault("OMP_NUM_THREADS", str(_threads(spec, place)))
     if place.interface:
         # Without it gloo and NCCL look up the host's name, which many machines cannot resolve.

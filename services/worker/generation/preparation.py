@@ -88,6 +88,8 @@ class GenerationInputs:
     """All that is needed to start the ranks."""
 
     code_folder: Path | None
+    #: Packages that the project asks for and the node does not have.
+    packages_dir: Path | None
     dataset: DatasetView | None
     resume_folder: Path | None
     resume: CheckpointRef | None
@@ -104,7 +106,7 @@ async def prepare_inputs(
     """Fetch everything, in parallel.
 
     Raises:
-        PackageError, CacheError: what was requested cannot be used; the text says what to change.
+        PackageError, PackagesError, CacheError: what was requested cannot be used; the text says what to change.
         TransientError: the store or the bus was away for too long.
         UnfitDeviceError: a device of the node failed its check.
     """
@@ -113,17 +115,18 @@ async def prepare_inputs(
         raise CacheError(problem)
     await _check_devices(context, placed, member)
     fetches: tuple[Coroutine[Any, Any, Any], ...] = (
-        _fetch_code(context, placed, folder, pins),
+        _fetch_code_and_packages(context, placed, folder, pins),
         open_dataset(context, placed, member, folder, pins),
         _fetch_checkpoint(context, placed, folder, pins),
         _fetch_weights(context, placed, folder, pins),
     )
-    code, dataset, (resume_folder, resume), init_folder = await gather_limited(fetches, limit=len(fetches))
+    found = await gather_limited(fetches, limit=len(fetches))
+    (code, packages_dir), dataset, (resume_folder, resume), init_folder = found
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
     layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
     settings = context.settings
     master = await find_master(context.bus, placed, member, settings.address, settings.rendezvous_timeout_s)
-    return GenerationInputs(code, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
+    return GenerationInputs(code, packages_dir, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
 
 
 def _restore_outputs(spec: RunSpec, resume_folder: Path | None, output_dir: Path) -> KeptLayout | None:
@@ -153,6 +156,16 @@ async def _check_devices(context: NodeContext, placed: RunPlaced, member: Member
         return  # its ranks see no device
     others = context.slot_shares.of_others(placed.run_id) if share < 1 else None
     await context.gpu_check.check(member.slots, others)
+
+
+async def _fetch_code_and_packages(
+    context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins
+) -> tuple[Path | None, Path | None]:
+    code = await _fetch_code(context, placed, folder, pins)
+    if code is None:
+        return None, None
+    spec = placed.spec
+    return code, await context.packages.prepare(code, folder, spec.packages, is_task=spec.command is None)
 
 
 async def _fetch_code(context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins) -> Path | None:

@@ -47,6 +47,7 @@ from services.worker.generation.reports import (
 )
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError
+from services.worker.launch.package_environment import PackagesError
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
 from services.worker.node.inventory import find_mps_pipe, interface_of
@@ -216,6 +217,8 @@ class GenerationRunner:
                     return None
                 await self._requests.wait_for_task(task)
             return task.result()
+        except PackagesError as error:
+            raise GenerationFailure(str(error), infrastructure=False, permanent=error.permanent) from error
         except (PackageError, CacheError) as error:
             raise GenerationFailure(str(error), infrastructure=False) from error
         except UnfitDeviceError as error:
@@ -342,12 +345,14 @@ class GenerationRunner:
     def _node_environment(self, inputs: GenerationInputs) -> NodeEnvironment:
         inventory, settings = self._context.inventory, self._context.settings
         code = (str(inputs.code_folder),) if inputs.code_folder is not None else ()
+        packages = (str(inputs.packages_dir),) if inputs.packages_dir is not None else ()
         address, port = inputs.master
         return NodeEnvironment(
             launch_path=str(self.files.launch),
             master_address=address,
             master_port=port,
-            python_path=(*code, str(PYTHON_ROOT)),
+            python_path=(*code, *packages, str(PYTHON_ROOT)),
+            packages_dir="".join(packages),
             bin_folder=str(Path(sys.executable).parent),
             cores=inventory.cores,
             slots=inventory.slots,

@@ -19,6 +19,8 @@ TORCH = "torch"
 OWN = "trainbus"
 #: The extra of it that a node installs.
 OWN_EXTRA = "node"
+#: What a rank imports for itself, besides torch.
+TRAINER_PACKAGES = ("blake3", "numpy", "nvidia-ml-py", "pillow", "pydantic", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class NodePackages:
         return [
             f"{each.name}{each.specifier}"
             for each in _parse(self.requirements.get(OWN, ()))
-            if each.name != TORCH and (each.marker is None or each.marker.evaluate({"extra": OWN_EXTRA}))
+            if each.name in TRAINER_PACKAGES and (each.marker is None or each.marker.evaluate({"extra": OWN_EXTRA}))
         ]
 
     def write_wheels(self, folder: Path) -> None:

@@ -103,7 +103,8 @@ def _accepted(fact: run.RunAccepted) -> str:
     wanted = plural(slots.min, "slot") if slots.min == slots.max else f"{slots.min} to {plural(slots.max, 'slot')}"
     parent = f", from a checkpoint of {fact.parent_run_id}" if fact.parent_run_id else ""
     priority = f", priority {fact.spec.priority}" if fact.spec.priority else ""
-    return f"accepted as {fact.spec.name!r}: {wanted}{priority}{parent}"
+    data = "; its data is prepared first" if fact.spec.data is not None else ""
+    return f"accepted as {fact.spec.name!r}: {wanted}{priority}{parent}{data}"
 
 
 def _prepared(fact: run.RunPrepared) -> str:

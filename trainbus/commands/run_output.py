@@ -13,7 +13,7 @@ from contracts.events.run import RunLog, RunProgress
 from contracts.texts import describe_milestone, format_duration
 from trainbus.client.errors import RunFailedError
 from trainbus.client.requests import explain_requested
-from trainbus.client.runs import follow_output
+from trainbus.client.runs import ENDS, follow_output
 from trainbus.client.views import RunView
 from trainbus.commands import render
 
@@ -90,7 +90,8 @@ class RunPrinter:
                 if event.kind == "training":
                     self.print_moment(self._progress.add(view))
             elif text := describe_milestone(event):
-                self.print_moment(self._progress.flush())
+                if isinstance(event, ENDS):
+                    self.print_moment(self._progress.flush())
                 self.print_moment(text, f"{message.time:%H:%M:%S}")
         self.print_moment(self._progress.poll())
 

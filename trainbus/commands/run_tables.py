@@ -216,7 +216,8 @@ def _merge_checkpoints(row: list[TimelineEntry]) -> list[TimelineEntry]:
         return []
     last = row[-1]
     more = f"{len(row)} checkpoints, the last: " if len(row) > 1 else ""
-    return [TimelineEntry(last.sequence, last.time, last.fact, more + last.text)]
+    text = more + last.text.removeprefix("checkpoint ") if more else last.text
+    return [TimelineEntry(last.sequence, last.time, last.fact, text)]
 
 
 def render_nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datetime) -> Group:

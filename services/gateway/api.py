@@ -20,7 +20,7 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
-from contracts.events.train import CancelRequested, RestoreRequested
+from contracts.events.train import CancelRequested, RestoreRequested, TrainRequested
 from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
@@ -124,6 +124,11 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
         response.headers["Location"] = f"/training-runs/{run_id}"
         accepted = await commands.publish(train, envelope, run_id)
         return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
+
+    @router.get("/submit-schema")
+    async def get_submit_schema() -> dict[str, Any]:
+        """The JSON Schema of what POST /training-runs takes."""
+        return TrainRequested.model_json_schema()
 
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.AcceptedRequest)
     async def cancel(

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from contracts.ranks import CheckpointLine, MetricsLine
 from contracts.spec.training import Training
@@ -48,14 +50,15 @@ def dataset(tmp_path: Path) -> Dataset:
 
 def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: Any) -> tuple[Trainer, Outcome]:
     control, resume = options.pop("control", None), options.pop("resume_folder", None)
+    run_id = options.pop("run_id", "rtest")
     training = Training.model_validate({"epochs": 3, "global_batch": 16, **options})
     task = task or Linear(dropout=0.2)
     trainer = Trainer(
         task,
         TrainingData(task, dataset, training),
         training,
-        TrainerSettings(folder, about={"run_id": "rtest"}),
-        start=StartPoint(World(), run_id="rtest", resume_folder=resume),
+        TrainerSettings(folder, about={"run_id": run_id}),
+        start=StartPoint(World(), run_id=run_id, resume_folder=resume),
         control=control,
     )
     return trainer, trainer.fit()
@@ -110,6 +113,31 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         Path(checkpoints(tmp_path / "whole")[-1].folder)
     )
     assert losses(tmp_path / "g1") | losses(tmp_path / "g2") == losses(tmp_path / "whole")
+
+
+class OneCycle(Linear):  # type: ignore[misc,valid-type]
+    """A task whose schedule refuses to go beyond the end that it was made for."""
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps + 1)
+
+
+def test_another_run_that_goes_on_for_longer_has_the_schedule_of_its_own_end(dataset: Dataset, tmp_path: Path) -> None:
+    train(tmp_path / "short", dataset, OneCycle(dropout=0.2))
+    last = Path(checkpoints(tmp_path / "short")[-1].folder)
+    longer, outcome = train(
+        tmp_path / "longer", dataset, OneCycle(dropout=0.2), resume_folder=last, run_id="other", epochs=6
+    )
+    assert (outcome.outcome, outcome.step) == ("succeeded", longer.total_steps)
+    train(tmp_path / "whole", dataset, OneCycle(dropout=0.2), epochs=6)
+
+    def rates(folder: Path) -> dict[int, float]:
+        lines = [line for line in journal(folder) if isinstance(line, MetricsLine)]
+        return {line.step: line.values["train/lr"] for line in lines if "train/lr" in line.values}
+
+    found = rates(tmp_path / "longer")
+    assert found
+    assert found == pytest.approx({step: rate for step, rate in rates(tmp_path / "whole").items() if step in found})
 
 
 def test_checkpoints_are_saved_periodically_at_the_best_and_at_the_end(dataset: Dataset, tmp_path: Path) -> None:

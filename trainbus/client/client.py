@@ -15,7 +15,7 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +42,7 @@ from trainbus.client.views import ModelView, NodeView, RunView
 from trainbus.datasets.history import DatasetRecord
 
 if TYPE_CHECKING:
+    from trainbus.client.comparison import Comparison
     from trainbus.client.model_folder import FetchedModel
     from trainbus.client.resumption import ResumedRun
     from trainbus.client.run_files import FetchedCheckpoint
@@ -308,6 +309,31 @@ class AsyncClient:
         """Return metric name -> points (step, value, time) in the order of their steps."""
         return await runs.read_metrics(self.connection, await self.find_run(run))
 
+    async def compare(self, runs: Sequence[RunRef], metrics: Sequence[str] = ()) -> Comparison:
+        """Return runs side by side: what differs in their requests, and their metrics.
+
+        RUN@best, RUN@last and RUN@STEP take the metrics of that checkpoint in place of the run's last ones.
+        ``metrics``: only these.
+
+        Raises:
+            UsageError: fewer than two runs are named.
+        """
+        from trainbus.client.comparison import RunResult, compare_runs
+
+        if len(runs) < 2:
+            raise UsageError("name at least two runs to compare")
+        results = []
+        for ref in runs:
+            label = ref if isinstance(ref, str) else ref.run_id
+            name = checkpoints.CheckpointName.parse(label)
+            view = await self.run(name.run)
+            chosen = None
+            if name.mark:
+                stored = await checkpoints.find_run_checkpoint(self.connection, view.run_id, name.mark)
+                chosen = stored.step, stored.metrics
+            results.append(RunResult(label, view, await self.metrics(view), chosen))
+        return compare_runs(results, metrics)
+
     # -- checkpoints ---------------------------------------------------------------
 
     async def checkpoints(self, run: RunRef) -> list[StoredCheckpoint]:
@@ -458,6 +484,7 @@ class Client:
     checkpoints = _sync(AsyncClient.checkpoints)
     fetch = _sync(AsyncClient.fetch)
     fetch_model = _sync(AsyncClient.fetch_model)
+    compare = _sync(AsyncClient.compare)
     dataset = _sync(AsyncClient.dataset)
     nodes = _sync(AsyncClient.nodes)
     models = _sync(AsyncClient.models)

@@ -15,7 +15,7 @@ from contracts.base import Sha256
 from contracts.events.dataset import ShardFile
 from contracts.spec.data import Split
 
-Format = Literal["images", "jsonl", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
+Format = Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
 #: Every manifest names all three, even those without samples.
 SPLITS = ("train", "validation", "test")
 

@@ -136,14 +136,15 @@ class DataSource(SpecPart):
     """Raw data to be ingested and sharded before training.
 
     ``images``: one folder a class, or a ``labels.csv`` or ``labels.parquet`` (columns ``file``, ``label``) beside the
-    files. ``jsonl`` and ``parquet``: one record a line or row; with ``features`` each row gets features as of its time.
+    files. ``jsonl``, ``csv`` and ``parquet``: one record a line or row; with ``features`` each row of Parquet gets
+    features as of its time.
     ``text``: bytes, cut into windows. ``tokens``: flat files of little-endian integers, cut into windows.
     ``binary``: arbitrary files, named by a ``manifest.jsonl`` or ``manifest.csv`` (``file``, ``label``, more fields).
     ``webdataset`` and ``mds``: folders of shards that those libraries wrote.
     """
 
     source: DataUri
-    format: Literal["images", "jsonl", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
+    format: Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
     split: Split = Split()
     checks: RecordChecks = RecordChecks()
     features: FeatureJoin | None = None

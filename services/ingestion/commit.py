@@ -18,7 +18,7 @@ from services.ingestion.record_intake import NO_SPLIT, RecordIntake
 
 INDEX, STATISTICS = "index.jsonl", "statistics.json"
 #: Formats whose content holds its label: equal contents have equal labels.
-LABEL_WITHIN = ("jsonl", "parquet", "text", "tokens")
+LABEL_WITHIN = ("jsonl", "csv", "parquet", "text", "tokens")
 
 
 def commit_records(data: DataSource, catalog: Catalog, intake: RecordIntake, tally: Tally, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Formats whose objects hold many records: jsonl, parquet, text, tokens, tar archives and MDS shards."""
+"""Formats whose objects hold many records: jsonl, csv, parquet, text, tokens, tar archives and MDS shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.ingestion.core.keys import extension
 from services.ingestion.core.records import InvalidRecord, ValidRecord
 from services.ingestion.core.schema import FieldProfile, find_deviating_columns, find_deviating_fields
 from services.ingestion.decoders import DecoderPool
-from services.ingestion.formats import images, mds, parquet, rows, tars
+from services.ingestion.formats import csv_files, images, mds, parquet, rows, tars
 from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
@@ -26,6 +26,7 @@ from services.kit.concurrency import run_ahead, run_in_thread
 #: By format: how its files are called.
 EXTENSIONS = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv", ".tsv"),
     "parquet": (".parquet", ".pq"),
     "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
@@ -68,7 +69,7 @@ class RecordFiles:
 
     def find_drifted_files(self) -> Iterator[tuple[str, InvalidRecord]]:
         """Yield the files whose schema deviates from most, after all are read. Their records must be removed."""
-        if self._data.format not in ("jsonl", "parquet"):
+        if self._data.format not in ("jsonl", "csv", "parquet"):
             return
         unlike = find_deviating_columns if self._data.format == "parquet" else find_deviating_fields
         for shape, detail in unlike(self._catalog.shapes):
@@ -148,7 +149,9 @@ class RecordFiles:
     def _records(self, path: str, local: Path) -> rows.Records:
         data = self._data
         if data.format == "jsonl":
-            return self._lines(path, local)
+            return self._profiled(path, local, rows.lines)
+        if data.format == "csv":
+            return self._profiled(path, local, csv_files.records)
         if data.format == "parquet":
             return parquet.records(data, path, local, self._unpacker, partial(self._catalog.note_shape, path))
         if data.format == "webdataset":
@@ -157,9 +160,11 @@ class RecordFiles:
             return mds.samples(data, path, local, self._shards[path])
         return rows.windows(data, path, local)
 
-    def _lines(self, path: str, local: Path) -> rows.Records:
+    def _profiled(
+        self, path: str, local: Path, read: Callable[[DataSource, str, Path, FieldProfile], rows.Records]
+    ) -> rows.Records:
         profile = FieldProfile()
-        yield from rows.lines(self._data, path, local, profile)
+        yield from read(self._data, path, local, profile)
         if (shape := profile.shape()) is not None:
             self._catalog.note_shape(path, shape)
 

@@ -118,6 +118,7 @@ async def test_a_command_names_files_that_are_there(tmp_path: Path, command: str
         (["a.jsonl", "b.ndjson"], "jsonl"),
         (["part-0.parquet", "_SUCCESS"], "parquet"),
         (["book.txt"], "text"),
+        (["a.csv", "b.tsv"], "csv"),
         (["a.tar"], "webdataset"),
         (["index.json", "shard.00000.mds"], "mds"),
         (["manifest.csv", "a.png", "b.wav"], "binary"),
@@ -146,6 +147,10 @@ def test_a_sample_is_what_the_task_gets(tmp_path: Path, data: Path) -> None:
     assert sample is not None
     assert json.loads(sample["json"]) == {"x": 1}
     assert read_sample(data, source) is None
+    (tmp_path / "c.csv").write_text("x;name\n1.5;a\n")
+    row = read_sample(tmp_path / "c.csv", DataSource(source=data.as_uri(), format="csv"))
+    assert row is not None
+    assert json.loads(row["json"]) == {"x": 1.5, "name": "a"}
     Image.new("L", (2, 2)).save(tmp_path / "i.png")
     image = read_sample(tmp_path / "i.png", DataSource(source=data.as_uri(), format="images"))
     assert image is not None

@@ -267,6 +267,38 @@ async def test_jsonl_with_a_byte_order_mark_and_a_huge_line(run: Ingesting) -> N
     assert content[offset:] == b'{"n":2}'
 
 
+async def test_csv_has_types_and_puts_bad_rows_aside(run: Ingesting) -> None:
+    header = "id;ratio;on;code;text\r\n"
+    rows = [
+        '1;0.5;true;007;"a; ""b""\nc"',
+        "2;;FALSE;12;",
+        "3;1e3;true;x",
+        '4;2;true;"x"y;z',
+        "5;7;false;" + "x" * 3000 + ";z",
+        "6;8;true;08;last",
+    ]
+    content = b"\xef\xbb\xbf" + (header + "\r\n".join(rows)).encode() + b"\r\n7;1;true;1;\xff\r\n"
+    checks = {"max_record_bytes": 2000}
+    found = await run("csv", {"a.csv": content}, checks=checks, split=TRAIN, max_invalid_fraction=1)
+    assert found.codes == {"broken_csv": 1, "invalid_utf8": 1, "oversized": 1, "ragged": 1}
+    assert sorted((json.loads(found.content(each)) for each in found.index), key=lambda row: row["id"]) == [
+        {"id": 1, "ratio": 0.5, "on": True, "code": "007", "text": 'a; "b"\nc'},
+        {"id": 2, "ratio": None, "on": False, "code": "12", "text": None},
+        {"id": 6, "ratio": 8.0, "on": True, "code": "08", "text": "last"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "detail"),
+    [(b"a,,b\n1,2,3\n", "a column has no name"), (b"a,b,a\n1,2,3\n", "two columns are named 'a'")],
+)
+async def test_a_csv_file_needs_a_header(run: Ingesting, content: bytes, detail: str) -> None:
+    files = {"bad.csv": content, "good.csv": b"a,b\n" + b"1,2\n" * 20}
+    found = await run("csv", files, split={**TRAIN, "by": "key"}, max_invalid_fraction=1)
+    assert (found.codes, found.outcome.accepted) == ({"broken_csv": 1}, 20)
+    assert detail in found.quarantine[0]["detail"]
+
+
 # -- faults that only the whole shows ---------------------------------------------------
 
 

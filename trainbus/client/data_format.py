@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,8 @@ FORMAT_BY_SUFFIX = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".pq": "parquet",
     ".txt": "text",
@@ -94,6 +97,8 @@ def read_sample(path: Path, data: DataSource) -> Mapping[str, bytes] | None:
                     line = lines.readline(MAX_SAMPLE_BYTES)
                 row = json.loads(line.decode("utf-8-sig"))
                 return {"json": json.dumps(row).encode()} if isinstance(row, dict) else None
+            case "csv":
+                return _read_cells(file)
             case "parquet":
                 return _read_row(file)
             case "text":
@@ -103,6 +108,27 @@ def read_sample(path: Path, data: DataSource) -> Mapping[str, bytes] | None:
     except (OSError, ValueError):
         pass  # ingestion puts such a record aside; it is no fault of the Task
     return None
+
+
+def _read_cells(file: Path) -> Mapping[str, bytes] | None:
+    """Return the first row of a CSV file; numbers are numbers, as where the whole column is."""
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        delimiter = max(",;\t|", key=text.readline().count)
+        text.seek(0)
+        try:
+            row = next(csv.DictReader(text, delimiter=delimiter), None)
+        except csv.Error:
+            return None
+    return None if row is None or None in row else {"json": json.dumps({k: _parse(v) for k, v in row.items()}).encode()}
+
+
+def _parse(cell: str | None) -> object:
+    for parse in (int, float):
+        try:
+            return parse(cell or "")
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "": None}.get((cell or "").lower(), cell)
 
 
 def _read_row(file: Path) -> Mapping[str, bytes] | None:

@@ -30,9 +30,9 @@ def find_impossible_check(data: DataSource) -> str | None:
     }
     if data.format in WITHOUT_FIELDS and (names := [name for name, given in asked.items() if given]):
         return f"data.format {data.format!r} has no fields and no labels: leave out {', '.join(names)}"
-    if data.checks.labels and data.label_field is None and data.format in ("jsonl", "parquet"):
+    if data.checks.labels and data.label_field is None and data.format in ("jsonl", "csv", "parquet"):
         return f"checks.labels needs data.label_field with data.format {data.format!r}: which field is the label?"
-    if data.split.stratify and data.label_field is None and data.format in ("jsonl", "parquet"):
+    if data.split.stratify and data.label_field is None and data.format in ("jsonl", "csv", "parquet"):
         return f"split.stratify needs data.label_field with data.format {data.format!r}: which field is the label?"
     return None
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 Code = Literal[
     "bomb",
+    "broken_csv",
     "broken_mds",
     "broken_parquet",
     "broken_tar",
@@ -47,6 +48,7 @@ Code = Literal[
 
 REASONS: dict[Code, str] = {
     "bomb": "compressed data that would expand beyond the limits",
+    "broken_csv": "a CSV file whose first line does not name each column once, or a row with a misplaced or open quote",
     "broken_mds": "an MDS shard that does not match its index.json, or that cannot be read",
     "broken_parquet": "a Parquet file whose footer or pages cannot be read",
     "broken_tar": "a tar archive that is corrupted or ends early; the samples before the fault are kept",

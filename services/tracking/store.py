@@ -31,6 +31,10 @@ ENVIRONMENT = {
 #: Codes of MLflow for a call that can never succeed.
 FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE"}
 EVENT_ID = "trainbus.event_id"
+#: What runs go to that name no experiment. MLflow begins with one of its own, of the same name with a capital.
+DEFAULT_EXPERIMENT = "default"
+#: MLflow opens an experiment of this kind at its runs, another one at the traces of language models.
+KIND, TRAINING_KIND = "mlflow.experimentKind", "custom_model_development"
 CHAMPION = "champion"
 CHAMPION_VERSION = "trainbus.champion_version"
 
@@ -96,7 +100,7 @@ class Store:
             from mlflow import MlflowClient
 
             if self.uri.startswith(SQLITE):
-                _make_database(Path(self.uri.removeprefix(SQLITE)))
+                _make_database(Path(self.uri.removeprefix(SQLITE)), self._artifact_location)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             client.search_experiments(max_results=1)
             self._client = client
@@ -218,11 +222,11 @@ class Store:
 
     def _experiment(self, name: str) -> str:
         if name not in self._experiments:
-            found = self._mlflow.get_experiment_by_name(name)
+            found = self._find_experiment(name)
             if found is None:
                 location = f"{self._artifact_location}/{name}" if self._artifact_location else None
                 try:
-                    self._experiments[name] = self._mlflow.create_experiment(name, location)
+                    self._experiments[name] = self._mlflow.create_experiment(name, location, {KIND: TRAINING_KIND})
                     return self._experiments[name]
                 except Exception as error:
                     if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
@@ -231,8 +235,17 @@ class Store:
             if found.lifecycle_stage == "deleted":
                 # A run asks for it by name, and MLflow keeps a deleted experiment's name taken.
                 self._mlflow.restore_experiment(found.experiment_id)
+            if KIND not in found.tags:
+                self._mlflow.set_experiment_tag(found.experiment_id, KIND, TRAINING_KIND)
             self._experiments[name] = found.experiment_id
         return self._experiments[name]
+
+    def _find_experiment(self, name: str) -> Any:
+        """Return an experiment or None. The default one is MLflow's own, so that no second one is made beside it."""
+        found = self._mlflow.get_experiment_by_name(name)
+        if found is None and name == DEFAULT_EXPERIMENT:
+            found = self._mlflow.get_experiment_by_name(DEFAULT_EXPERIMENT.capitalize())
+        return found
 
     def _pages(self, search: Any, *args: Any) -> list[Any]:
         found, token = [], None
@@ -300,7 +313,7 @@ def _page(run: Any) -> Page:
     )
 
 
-def _make_database(path: Path) -> None:
+def _make_database(path: Path, artifact_location: str | None) -> None:
     """Make a new database beside ``path`` and move it there whole.
 
     MLflow's migrations take seconds and are no transaction: killed in between, they leave a database that
@@ -314,7 +327,7 @@ def _make_database(path: Path) -> None:
     for left_over in path.parent.glob(f".{path.name}.new-*"):
         left_over.unlink()
     new = path.with_name(f".{path.name}.new-{os.getpid()}")
-    store = SqlAlchemyStore(f"{SQLITE}{new}", str(path.parent / "mlflow-artifacts"))
+    store = SqlAlchemyStore(f"{SQLITE}{new}", artifact_location or str(path.parent / "mlflow-artifacts"))
     store._dispose_engine()
     # Readers (`trainbus ui`) then do not hold up the writer.
     with closing(sqlite3.connect(new)) as database:

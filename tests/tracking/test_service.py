@@ -255,6 +255,26 @@ async def test_a_command_is_logged_live_and_starts_over_on_a_new_page(world: Wor
     assert world.series(new) == [(step, 2 + step / 1000) for step in range(1, 4)]
 
 
+def test_one_default_experiment_that_opens_at_its_runs(tracking_settings: TrackingSettings) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    for _ in range(2):
+        for name in ("default", "digits"):
+            store.create(name, "run", 1, {})
+        store.forget()
+    experiments = store._mlflow.search_experiments()
+    assert {each.name: each.tags["mlflow.experimentKind"] for each in experiments} == {
+        "Default": "custom_model_development",
+        "digits": "custom_model_development",
+    }
+
+
+def test_a_default_experiment_of_before_stays_in_use(tracking_settings: TrackingSettings) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    store.open()
+    before = store._mlflow.create_experiment("default")
+    assert store.create("default", "run", 1, {}).experiment_id == before
+
+
 async def test_running_commands_are_found_again_after_a_restart(
     bus: Bus, tracking_settings: TrackingSettings, running: Start
 ) -> None:

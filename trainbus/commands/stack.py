@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -46,6 +50,8 @@ app = typer.Typer()
 PANEL = "Stack"
 SERVICE_NAMES = (*SERVICES, WORKER, AUTOSCALER)
 #: Windows has no SIGHUP.
+#: MLflow's usual port.
+MLFLOW_PORT = 5000
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -264,23 +270,42 @@ def doctor(data_dir: DataDir = None, stack: StackName = None, as_json: Json = Fa
 def ui(
     data_dir: DataDir = None,
     stack: StackName = None,
-    port: Annotated[int, typer.Option(help="Port for MLflow's page.")] = 5000,
+    port: Annotated[int | None, typer.Option(help="Port for MLflow's pages; 5000 by default, or a free one.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page of the runs in a browser.")] = True,
 ) -> None:
-    """Serve MLflow's pages on the embedded stack's runs, and print the address of the gateway's page."""
+    """Open the page of the runs, and serve MLflow's pages beside it."""
     folder = find_running_data_dir(choose_data_dir(data_dir, stack))
     info = read_stack(folder)
-    if not (folder / "mlflow" / "mlflow.db").exists():
-        raise TrainbusError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
+    has_tracked = (folder / "mlflow" / "mlflow.db").exists()
+    if info is None and not has_tracked:
+        raise TrainbusError(f"no stack runs in {folder}, and none has tracked runs there: start one with `trainbus up`")
     if info is not None:
-        print(f"the gateway's page: {info.gateway_url}/")
-    print(f"MLflow's page:      http://127.0.0.1:{port}/   (Ctrl-C stops it)", flush=True)
+        print(f"runs:    {info.gateway_url}/", flush=True)
+        if browser:
+            open_browser(f"{info.gateway_url}/")
+    if not has_tracked:
+        print("MLflow:  nothing has been tracked yet; run `trainbus ui` again once a run has started")
+        return
+    port = choose_port(port)
+    print(
+        f"MLflow:  http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning   (Ctrl-C stops it)", flush=True
+    )
     access_key, secret_key = s3_keys(folder)
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
+    environment |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     if info is not None:
         environment["MLFLOW_S3_ENDPOINT_URL"] = info.s3_endpoint
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
     command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    with publish_mlflow_url(folder, f"http://127.0.0.1:{port}"):
+        code = run_server(command, environment)
+    is_stop = code in (0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM)
+    raise typer.Exit(0 if is_stop else code)
+
+
+def run_server(command: list[str], environment: dict[str, str]) -> int:
+    """Run a server until it ends or this process is told to stop, and return its exit code."""
     # MLflow's server has child processes: they end with this one, however it ends.
     server = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(signal.SIGTERM))
 
@@ -289,9 +314,43 @@ def ui(
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    code = server.wait()
-    is_stop = code in (0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM)
-    raise typer.Exit(0 if is_stop else code)
+    return server.wait()
+
+
+def open_browser(url: str) -> None:
+    """Open a page where there is a desktop: a browser of the terminal would take the terminal."""
+    is_desktop = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    if is_desktop and sys.stdout.isatty():
+        webbrowser.open(url)
+
+
+def choose_port(wanted: int | None) -> int:
+    """Return a port for MLflow's pages: the one that is wanted, else its usual one, else a free one."""
+    from trainbus.embedded.servers import free_ports
+
+    if wanted:
+        return wanted
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", MLFLOW_PORT))
+        except OSError:
+            return free_ports(1)[0]
+    return MLFLOW_PORT
+
+
+@contextmanager
+def publish_mlflow_url(data_dir: Path, url: str) -> Iterator[None]:
+    """Have the page of the runs link to MLflow's pages while they are served."""
+    from services.gateway.settings import GatewaySettings
+
+    file = GatewaySettings(data_dir=data_dir / "gateway").mlflow_url_file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(url, encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 @app.command(rich_help_panel=PANEL)

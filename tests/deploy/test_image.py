@@ -16,7 +16,7 @@ pytestmark = pytest.mark.shell
 ROOT = Path(__file__).parents[2]
 OURS = {"contracts", "services", "trainbus"}
 #: What a run may bring itself, or a machine without containers has; the code says so where it is not there.
-ELSEWHERE = {"deepspeed"}
+ELSEWHERE = {"accelerate", "deepspeed", "lightning", "transformers"}
 
 
 def pins(name: str) -> dict[str, str]:

@@ -168,7 +168,8 @@ def _exited(fact: run.RunExited) -> str:
 
 
 def _completed(fact: run.RunCompleted) -> str:
-    return "completed" + (f": {format_metrics(fact.metrics, MAX_NAMED_METRICS)}" if fact.metrics else "")
+    metrics = f": {format_metrics(fact.metrics, MAX_NAMED_METRICS)}" if fact.metrics else ""
+    return f"completed{metrics}" + (f", but {fact.notice}" if fact.notice else "")
 
 
 def _evaluated(fact: run.RunEvaluated) -> str:

@@ -65,8 +65,9 @@ class WorkerSettings(Settings):
     #: Seconds of a notice's time for the agent itself, to publish it and to end; its runs have the rest.
     notice_margin_s: float = Field(2.0, ge=0)
 
-    #: A script's output folder: seconds between two looks at it, and for which a file must not change to be complete.
-    output_interval_s: float = Field(1.0, gt=0)
+    #: Seconds between two looks at a script's output folder, and for which a file must not change to count as complete
+    #: whichever process has it open.
+    output_interval_s: float = Field(2.0, gt=0)
     output_settle_s: float = Field(1.0, ge=0)
     #: A larger output folder, or one of more files, is not kept; the run goes on.
     output_max_bytes: int = Field(200 * GIB, ge=0)

@@ -8,6 +8,7 @@ from typing import Any
 from contracts.events.run import CheckpointRef, Problem
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.data import DataSource
+from contracts.spec.launchers import describe_launcher
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from services.scheduler.core.state.cluster import Cluster, Run
 
@@ -45,6 +46,8 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
         for field, texts in (("command", spec.command or ()), ("env", spec.env.values()))
         if any("\0" in text for text in texts)
     ]
+    if spec.command is not None and (problem := describe_launcher(spec.command, spec.slots.max)):
+        problems.append(Problem(field="command", message=problem))
     if problems:
         return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
     return AcceptRun(run_id, spec.run_spec)

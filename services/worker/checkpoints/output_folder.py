@@ -11,7 +11,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from contracts.events.run import CheckpointRef, Member, RunPlaced
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
 from services.kit.kept_files import KeptLayout, list_files, pack_files
-from services.worker.core.output_versions import FileVersion, SettledFiles, next_step, written_after, written_before
+from services.worker.core.output_versions import FileVersion, SettledFiles, complete_at_stop, next_step, written_before
 from services.worker.core.rank_environment import is_command
 from services.worker.launch.executor import log_path
 from services.worker.local_files import is_inside, read_json, write_atomically
 from services.worker.ranks.journal_follower import JournalFollower
+from services.worker.ranks.open_files import find_written_files
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -114,9 +115,11 @@ class OutputKeeper:
         folder: Path,
         outputs: Path,
         follower: JournalFollower,
+        pids: Callable[[], list[int]],
     ) -> None:
-        """``outputs``: the output folder."""
+        """``outputs``: the output folder. ``pids``: the run's processes on this node."""
         self._settings, self._folder, self._outputs, self._follower = settings, folder, outputs, follower
+        self._pids = pids
         self._rank = min(member.ranks)
         self._is_command = is_command(placed.spec)
         self._is_active = self._is_command and self._rank == 0
@@ -171,13 +174,16 @@ class OutputKeeper:
             self._next_at = max(self._next_at, time.monotonic() + TIME_SHARE * took_s)
             await asyncio.sleep(self._settings.output_interval_s)
 
-    async def finish(self, *, ended_at: float, is_complete: bool, stopped_at: float | None) -> None:
+    async def finish(
+        self, *, ended_at: float, is_complete: bool, stopped_at: float | None, written_at_stop: set[str] | None
+    ) -> None:
         """Keep what is there after the script's end.
 
         Args:
             ended_at: when it ended.
             is_complete: it ended by itself and well, so that no file is half written.
-            stopped_at: when it was asked to stop; what it wrote after that is complete, unless it was killed.
+            stopped_at: when it was asked to stop, if it then ended by itself.
+            written_at_stop: the files that it was writing at that moment; None: unknown.
         """
         if not self._is_active:
             await self._warn_of_unkept()
@@ -190,7 +196,8 @@ class OutputKeeper:
             complete = set(tree.versions)
             if not is_complete:
                 complete = written_before(tree.versions, ended_at - self._settings.output_settle_s)
-                complete |= set() if stopped_at is None else written_after(tree.versions, stopped_at)
+                if stopped_at is not None and written_at_stop is not None:
+                    complete |= complete_at_stop(tree.versions, stopped_at, self._relative(written_at_stop))
             await self._keep_changes(tree, complete)
 
     async def _warn_of_unkept(self) -> None:
@@ -211,8 +218,21 @@ class OutputKeeper:
                 return 0.0
             tree = await self._scan()
             if tree is not None:
-                await self._keep_changes(tree, self._settled.observe(tree.versions, time.monotonic()))
+                await self._keep_changes(tree, await self._find_complete(tree))
         return time.monotonic() - began
+
+    async def _find_complete(self, tree: OutputTree) -> set[str]:
+        """Return the files that nothing writes: the settled ones, and those that no process of the run has open."""
+        settled = self._settled.observe(tree.versions, time.monotonic())
+        if len(settled) == len(tree.versions):
+            return settled
+        written = await run_in_thread(find_written_files, self._pids())
+        return settled if written is None else set(tree.versions) - self._relative(written) | settled
+
+    def _relative(self, paths: set[str]) -> set[str]:
+        """Return the names in the output folder of those paths that lie in it."""
+        folder = f"{os.path.realpath(self._outputs)}/"
+        return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
 
     async def _scan(self) -> OutputTree | None:
         try:
@@ -260,7 +280,7 @@ class OutputKeeper:
             self._warn(f"{line.path!r} cannot be kept: there is no such file or folder")
             return
         tree = await self._scan() or OutputTree({})
-        complete = self._settled.observe(tree.versions, time.monotonic()) if tree.versions else set()
+        complete = await self._find_complete(tree)
         await self._keep_tree(tree, complete, source, line.step, line.epoch or 0, line.metrics or {})
 
     def _remove_request(self, line: KeepLine) -> None:

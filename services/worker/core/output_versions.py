@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+#: Seconds in which a process that does not handle the request to stop has ended.
+STOP_MARGIN_S = 0.1
 
 
 class FileVersion(NamedTuple):
@@ -37,9 +40,17 @@ def written_before(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
     return {name for name, version in files.items() if version.modified_ns / 1e9 < time_s}
 
 
-def written_after(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
-    """Return the files that were last written after a time."""
-    return {name for name, version in files.items() if version.modified_ns / 1e9 > time_s}
+def complete_at_stop(files: Mapping[str, FileVersion], stopped_at_s: float, written: Collection[str]) -> set[str]:
+    """Return the files that are whole after a process was asked to stop, and ended by itself.
+
+    ``written``: what it was writing when it was asked. A process that does not handle the request ends at once, in the
+    middle of those; one that handles it closes what it still writes.
+    """
+    return {
+        name
+        for name, version in files.items()
+        if name not in written or version.modified_ns / 1e9 > stopped_at_s + STOP_MARGIN_S
+    }
 
 
 def next_step(reported: int | None, last: int) -> int:

@@ -24,6 +24,7 @@ from services.worker.generation.requests import POLL_S, GenerationRequests, Stop
 from services.worker.launch.executor import UNKNOWN_EXIT, Executor, RankProcess, read_exit
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.control_socket import ControlSocket
+from services.worker.ranks.open_files import find_written_files
 
 log = structlog.get_logger(__name__)
 
@@ -114,8 +115,10 @@ class RankGroup:
         self._exits: dict[int, Exit] = {}
         #: Whether the agent ended ranks by a signal: then their exit codes do not show why they ended.
         self.terminated = False
-        #: When they were first signalled to end; whether one had to be killed.
+        #: When they were first signalled to end, and which files they were writing then; None: unknown.
         self.terminated_at: float | None = None
+        self.written_files: set[str] | None = None
+        #: Whether one had to be killed.
         self.killed = False
 
     def __enter__(self) -> Self:
@@ -213,6 +216,7 @@ class RankGroup:
     def _terminate_all(self) -> None:
         self.terminated = True
         if self.terminated_at is None:
+            self.written_files = find_written_files(each.pid for each in self.running)
             self.terminated_at = self._now()
         self._signal_all(signal.SIGTERM)
 

@@ -278,7 +278,8 @@ class GenerationRunner:
     def _keep_outputs(self, follower: JournalFollower, output_dir: Path | None) -> OutputKeeper:
         folder = self.files.folder
         settings = self._context.settings
-        return OutputKeeper(settings, self.placed, self.member, folder, output_dir or folder / "outputs", follower)
+        outputs = output_dir or folder / "outputs"
+        return OutputKeeper(settings, self.placed, self.member, folder, outputs, follower, lambda: self.pids)
 
     async def _begin_outputs(self, inputs: GenerationInputs, follower: JournalFollower) -> None:
         self._keeper = self._keep_outputs(follower, inputs.output_dir)
@@ -290,10 +291,12 @@ class GenerationRunner:
     async def _finish_outputs(self, follower: JournalFollower) -> None:
         """Keep what the script left, as far as it is complete."""
         exits, group = self._group.exits, self._group
+        was_stopped = self._requests.stop is not None and not group.killed
         await self._keeper.finish(
             ended_at=max((each.at for each in exits), default=self._now()),
             is_complete=first_failure(exits) is None,
-            stopped_at=None if group.killed or self._requests.stop is None else group.terminated_at,
+            stopped_at=group.terminated_at if was_stopped else None,
+            written_at_stop=group.written_files,
         )
         if all_succeeded(exits) and self._requests.stop is None and (notice := self._notice()):
             write_to_log(self.files.folder, notice)

@@ -7,7 +7,12 @@ from pathlib import PurePosixPath
 
 #: Launchers by the name of their program, and by the module that ``python -m`` runs.
 PROGRAMS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun", "composer", "colossalai")
-MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
+MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+)
 SHELLS = ("sh", "bash")
 
 

@@ -216,7 +216,7 @@ class Projector:
         page = await self._call(self._store.find, spec.experiment, run.run_id, number)
         if page is None:
             tags = describe.tags(run, number, generation)
-            if parent := await self._parent_page(run):
+            if parent := await self._parent_page(known, number):
                 tags["mlflow.parentRunId"] = parent
             placed = run.placements.get(generation)
             start_s = placed.at_s if placed and number != FIRST_ATTEMPT else run.accepted_at_s
@@ -228,9 +228,12 @@ class Projector:
         known.attempts[number] = attempt
         return attempt
 
-    async def _parent_page(self, run: Run) -> str | None:
-        """The page of the run that this one evaluates."""
+    async def _parent_page(self, known: TrackedRun, number: int) -> str | None:
+        """The page of the run that this one evaluates; of a later attempt, the page of the first."""
+        run = known.run
         assert run.accepted is not None
+        if number != FIRST_ATTEMPT:
+            return known.attempts[FIRST_ATTEMPT].page.mlflow_run_id
         target = run.accepted.spec.evaluate
         if target is None or target.run_id == run.run_id:
             return None

@@ -251,6 +251,7 @@ async def test_a_command_is_logged_live_and_starts_over_on_a_new_page(world: Wor
     old, new = world.pages()
     assert (old.info.status, new.info.status) == ("KILLED", "FINISHED")
     assert "from scratch" in old.data.tags["trainbus.abandoned"]
+    assert new.data.tags["mlflow.parentRunId"] == old.info.run_id
     assert [step for step, _ in world.series(old)] == list(range(1, 8))
     assert world.series(new) == [(step, 2 + step / 1000) for step in range(1, 4)]
 
@@ -273,6 +274,25 @@ def test_a_default_experiment_of_before_stays_in_use(tracking_settings: Tracking
     store.open()
     before = store._mlflow.create_experiment("default")
     assert store.create("default", "run", 1, {}).experiment_id == before
+async def test_a_command_that_resumes_stays_one_mlflow_run(world: World) -> None:
+    story = world.story(spec=command_spec())
+    await story.accepted()
+    await story.placed(1)
+    await story.progress(1, range(1, 8))
+
+    async def seen() -> bool:
+        pages = world.pages()
+        return bool(pages) and len(world.series(pages[0])) == 7
+
+    await eventually(seen)
+    await story.placed(2, resume=4)
+    await story.progress(2, range(5, 11))
+    await story.completed(2)
+    await world.settled()
+    (page,) = world.pages()
+    assert page.info.status == "FINISHED"
+    # Steps 5 to 7 of the first attempt were logged as they came, and are there once.
+    assert world.series(page) == [(step, (1 if step < 8 else 2) + step / 1000) for step in range(1, 11)]
 
 
 async def test_running_commands_are_found_again_after_a_restart(

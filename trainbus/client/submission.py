@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ValidationError
 
 from contracts.events.train import TrainRequested
+from contracts.spec.launchers import describe_launcher
 from trainbus.client.address import StackAddress
 from trainbus.client.data_format import find_local_format, recognize_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
@@ -134,9 +135,12 @@ def build_request(
     if label_field := given.get("label_field"):
         body["data"] = _label(body.get("data"), label_field)
     try:
-        return TrainRequested.model_validate(body)
+        request = TrainRequested.model_validate(body)
     except ValidationError as error:
         raise invalid_request(error, body, TrainRequested) from error
+    if request.command is not None and (problem := describe_launcher(request.command, request.slots.max)):
+        raise UsageError(f"command: {problem}")
+    return request
 
 
 def _read_body(request: Path | Mapping[str, Any] | None) -> dict[str, Any]:

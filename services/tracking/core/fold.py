@@ -123,12 +123,16 @@ class Run:
     def attempts(self) -> list[tuple[int, int]]:
         """The MLflow runs this run has, oldest first, as (attempt, its last generation).
 
-        A task has one: its generations continue each other. Each placement of a command is one of its own.
+        A task has one: its generations continue each other. A command has one more for each placement that begins
+        again; one that resumes what the script kept continues the MLflow run before it.
         """
         generations = sorted(self.placements)
         if not self.live or len(generations) < 2:
             return [(FIRST_ATTEMPT, self.generation)]
-        return [(FIRST_ATTEMPT, generations[0])] + [(number, number) for number in generations[1:]]
+        last = {FIRST_ATTEMPT: generations[0]}
+        for number in generations[1:]:
+            last[max(last) if self.placed_step(number) is not None else number] = number
+        return sorted(last.items())
 
 
 def filters(run_id: str) -> tuple[str, ...]:

@@ -139,7 +139,10 @@ class Selector:
                 key = clean_key(name)
                 # A resumed generation may repeat what belongs to the checkpoint it started from (a validation,
                 # say): it counts only if the earlier one did not get that far.
-                if resume is not None and point.step <= resume and self.heads.get(key, NOTHING) >= point.step:
+                # What a command's attempt reported is logged already, also beyond the state that it kept: its next
+                # attempt begins behind that.
+                repeats = resume is not None and (self.run.live or point.step <= resume)
+                if repeats and self.heads.get(key, NOTHING) >= point.step:
                     continue
                 self.heads[key] = max(self.heads.get(key, NOTHING), point.step)
                 yield Point(key, value, round(point.time * 1000), point.step)

@@ -274,6 +274,8 @@ def test_a_default_experiment_of_before_stays_in_use(tracking_settings: Tracking
     store.open()
     before = store._mlflow.create_experiment("default")
     assert store.create("default", "run", 1, {}).experiment_id == before
+
+
 async def test_a_command_that_resumes_stays_one_mlflow_run(world: World) -> None:
     story = world.story(spec=command_spec())
     await story.accepted()

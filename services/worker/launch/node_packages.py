@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -33,7 +34,15 @@ class NodePackages:
 
     @classmethod
     def read(cls, *, has_torch: bool = True) -> NodePackages:
-        """Read the distributions. Without ``has_torch``: leave out torch and what needs it."""
+        """Read the distributions anew if a folder of the path has changed.
+
+        ``has_torch``: False leaves out torch and what needs it.
+        """
+        return cls._read(has_torch, tuple(_changed_at(folder) for folder in sys.path))
+
+    @classmethod
+    @lru_cache(maxsize=2)
+    def _read(cls, has_torch: bool, _changes: tuple[int, ...]) -> NodePackages:
         versions: dict[str, str] = {}
         requirements: dict[str, tuple[str, ...]] = {}
         extras: dict[str, tuple[str, ...]] = {}
@@ -105,6 +114,13 @@ def _parse(texts: Iterable[str]) -> Iterable[Requirement]:
             yield Requirement(text)
         except InvalidRequirement:
             continue
+
+
+def _changed_at(folder: str) -> int:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _name_of(text: str) -> str:

@@ -156,6 +156,8 @@ def _preempting(fact: run.RunPreempting) -> str:
 def _released(fact: run.RunReleased) -> str:
     saved = "everything saved" if fact.clean else "the steps after its last checkpoint are not saved"
     detail = f" ({fact.detail})" if fact.detail else ""
+    if not fact.step and not fact.clean:
+        return f"stopped on {fact.node_id}, nothing saved{detail}"
     return f"stopped on {fact.node_id} at step {fact.step}, {saved}{detail}"
 
 

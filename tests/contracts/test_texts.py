@@ -89,6 +89,10 @@ SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.
             "stopped on node-0 at step 60, the steps after its last checkpoint are not saved",
         ),
         (
+            RunReleased(run_id="r1", generation=1, node_id="node-0", clean=False),
+            "stopped on node-0, nothing saved",
+        ),
+        (
             RunExited(run_id="r1", generation=1, node_id="node-0", outcome="failed", rank=1, exit_code=3),
             "failed on node-0 (rank 1): exit code 3",
         ),

@@ -33,7 +33,9 @@ class RunFailedError(TrainbusError):
     """A run ended without completing."""
 
     def __init__(self, run_id: str, state: str, reason: str) -> None:
-        super().__init__(f"run {run_id} {state}: {reason}" if reason else f"run {run_id} {state}")
+        # A reason that repeats the state is left out.
+        shown = f": {reason}" if reason and reason != f"{state} by request" else ""
+        super().__init__(f"run {run_id} {state}{shown}")
         self.run_id, self.state, self.reason = run_id, state, reason
 
 

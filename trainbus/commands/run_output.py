@@ -66,7 +66,7 @@ def describe_departure(run_id: str) -> str:
     steps = (
         ("see it", f"trainbus attach {run_id}"),
         ("stop it", f"trainbus cancel {run_id}"),
-        ("fetch its result", f"trainbus checkpoints fetch {run_id} FOLDER"),
+        ("fetch its result", f"trainbus fetch {run_id}"),
     )
     return f"\nrun {run_id} goes on.\n" + "\n".join(f"  {what + ':':<18} {command}" for what, command in steps)
 

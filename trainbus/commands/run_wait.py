@@ -6,6 +6,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
+from contracts.texts import format_reason
 from trainbus.client.errors import UsageError
 from trainbus.client.runs import follow_run
 from trainbus.client.views import RunView
@@ -48,7 +49,7 @@ async def wait_for_runs(
         plain = [{name: getattr(view, name) for name in fields} for view in views.values()]
         print(render.as_json([{**each, "reached": reached[each["run_id"]]} for each in plain]))
     for view in () if as_json else views.values():
-        reason = f": {render.escape(view.reason)}" if view.reason else ""
+        reason = render.escape(format_reason(view.reason))
         name = render.escape(view.name)
         render.console().print(f"{view.run_id} {name} {render.state(view.state)}{reason}", soft_wrap=True)
     if code == TIMED_OUT:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from contracts.texts import plural
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.options import Checkpoint, Json, Run, command
@@ -175,7 +176,7 @@ async def fetch(
 ) -> None:
     """Fetch a checkpoint's files and verify every byte."""
     fetched = await client.fetch(target, folder, manifest_sha256=manifest_sha256)
-    print(f"{len(fetched.paths)} files, {render.size(fetched.stored.commit.size_bytes)}, verified: {folder}")
+    print(f"{plural(len(fetched.paths), 'file')}, {render.size(fetched.stored.commit.size_bytes)}, verified: {folder}")
 
 
 @command(app)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from contracts.texts import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Dataset, Json, StackName, choose_data_dir, command, with_client
@@ -152,7 +153,7 @@ async def fetch(
         print(render.as_json({**named, **render.to_plain(found)}))
     else:
         kept = f" ({found.files - found.fetched} were there)" if found.fetched < found.files else ""
-        print(f"{folder}: {found.files} files, {render.size(found.size_bytes)}{kept}, every byte verified")
+        print(f"{folder}: {plural(found.files, 'file')}, {render.size(found.size_bytes)}{kept}, every byte verified")
 
 
 @command(app)

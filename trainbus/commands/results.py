@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from contracts.texts import plural
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.options import Json, Run, command, parse_param
@@ -57,7 +58,8 @@ async def fetch(
         what = f"{mark}, step {commit.checkpoint.step}{metrics}"
     size = render.size(fetched.size_bytes)
     render.console().print(f"{fetched.run_id}: {what}", soft_wrap=True)
-    print(f"{len(fetched.paths)} files, {size}, verified: {fetched.folder}\n\n  " + "\n  ".join(fetched.lines))
+    files = plural(len(fetched.paths), "file")
+    print(f"{files}, {size}, verified: {fetched.folder}\n\n  " + "\n  ".join(fetched.lines))
 
 
 @command(app, rich_help_panel=PANEL)

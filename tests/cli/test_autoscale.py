@@ -76,7 +76,10 @@ def test_pools_are_written_into_the_policy(tmp_path: Path) -> None:
     assert pools["idle_s"] == 5
     (pool,) = pools["pools"]
     assert (pool["name"], pool["max_nodes"], pool["slots_per_node"]) == ("burst", 3, 4)
-    plain = plan_stack(StackOptions(tmp_path), {})
+    kept = plan_stack(StackOptions(tmp_path), {})
+    assert "autoscaler" in {unit.name for unit in kept.units}
+    assert json.loads(policy_file(tmp_path).read_text())["pools"] == pools
+    plain = plan_stack(StackOptions(tmp_path, policy="default"), {})
     assert "autoscaler" not in {unit.name for unit in plain.units}
     assert not policy_file(tmp_path).exists()
     assert [unit.name for unit in plain.spare] == ["autoscaler"]

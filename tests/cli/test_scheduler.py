@@ -113,9 +113,13 @@ def test_a_file_is_replayed(log: Path) -> None:
     assert result.exit_code == 0
     assert "differences" in result.stdout
     text = log.read_text()
-    log.write_text(text.replace('"message":"', '"message":"not ', 1) if '"message":"' in text else text)
+    waiting = '"type":"trainbus.run.waiting.v1"'
+    lines = text.splitlines()
+    first = next(index for index, line in enumerate(lines) if waiting in line)
+    lines[first] = lines[first].replace('"code":"', '"code":"not-', 1)
+    log.write_text("\n".join(lines))
     answer = json.loads(run("replay", "--log", str(log), "--json").stdout)
-    assert answer["difference_count"] == ('"message":"' in text)
+    assert answer["difference_count"] == 1
     with pytest.raises(TrainbusError, match="there is no file"):
         run("replay", "--log", str(log.with_name("none")))
     log.write_text("nonsense\n")

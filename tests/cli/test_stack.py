@@ -194,7 +194,7 @@ def test_any_folder_finds_the_stack(up: Up, tmp_path: Path) -> None:
         (["datasets"], 0, "no datasets yet"),
         (["show", "nothing"], 2, "there is no run 'nothing'"),
         (["drain", "node-9"], 2, "there are node-0"),
-        (["checkpoints", "restore", "x"], 2, "exactly one of --step and --epoch"),
+        (["checkpoints", "restore", "x"], 2, "name one checkpoint: RUN@best"),
         (["submit", "."], 2, "say what to run"),
         (["service", "mailer"], 2, "there is no service 'mailer'"),
         (["service", "scheduler"], 2, "up --without scheduler"),

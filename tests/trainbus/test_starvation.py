@@ -175,7 +175,7 @@ def test_a_run_reports_starvation_before_its_data_arrives(tmp_path: Path) -> Non
     task = Stuck()
     data = TrainingData(task, linear_dataset(tmp_path / "data"), training)
     trainer = Trainer(task, data, training, TrainerSettings(tmp_path / "run"))
-    report = trainer.journal.starved
+    report = trainer.journal.append
 
     def report_and_continue(line: StarvationLine) -> None:
         report(line)

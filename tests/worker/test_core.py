@@ -19,6 +19,7 @@ from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
 from services.worker.core.failure_reason import explain_exit
+from services.worker.generation.reports import ReportBuilder
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:
@@ -340,3 +341,10 @@ def test_stop_says_whether_a_peer_was_lost(reason: Any, then: Any, expected: boo
     [stop] = node_decisions.decide(state, order, 2)[1]
     assert isinstance(stop, node_decisions.StopGeneration)
     assert stop.peer_lost is expected
+
+
+@pytest.mark.parametrize(("code", "could_not_start"), [(1, True), (-9, False)])
+def test_only_a_rank_that_ends_itself_could_not_start(code: int, could_not_start: bool) -> None:
+    """A signal says nothing about the next attempt: a run that is killed twice starts a third time."""
+    report = ReportBuilder(placed(), "n1").crashed(rank_exits.Exit(2, code, 0.0), {2: journal.RankState()}, ())
+    assert (report.made_no_step, report.permanent) == (could_not_start, False)

@@ -91,13 +91,15 @@ class ReportBuilder:
             if error
             else explain_exit(failure.code, tail, self._placed.spec.command or (), code_folder)
         )
+        # A signal comes from outside: the next attempt need not end the same way.
+        could_not_start = failure.code > 0 and made_no_step(ranks)
         return RunExited(
             **self._place,
             outcome="failed",
             infrastructure_failure=is_infrastructure_failure(failure.code, has_started, error + "\n".join(lines)),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values())
-            or (reason.is_permanent and made_no_step(ranks)),
-            made_no_step=made_no_step(ranks),
+            or (reason.is_permanent and could_not_start),
+            made_no_step=could_not_start,
             reason=reason.text[:REASON_MAX_CHARS],
             rank=failure.rank,
             exit_code=failure.code,

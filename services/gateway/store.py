@@ -66,7 +66,7 @@ def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tu
 
 
 def _type(hint: Any) -> tuple[Any, ...]:
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     simple = {str: _Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
     # A missing document is SQL's NULL, not the JSON text "null".

@@ -51,10 +51,18 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def copy_database(template: Path, data_dir: Path) -> None:
+    """Copy the empty database; its default experiment keeps artifacts in ``data_dir``, as in one made there."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copy(template, data_dir / "mlflow.db")
+    with closing(sqlite3.connect(data_dir / "mlflow.db")) as database, database:
+        location = str(data_dir / "mlflow-artifacts" / "0")
+        database.execute("UPDATE experiments SET artifact_location = ? WHERE experiment_id = 0", (location,))
+
+
 @pytest.fixture
 def tracking_settings(settings: Settings, template: Path) -> TrackingSettings:
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    shutil.copy(template, settings.data_dir / "mlflow.db")
+    copy_database(template, settings.data_dir)
     return TrackingSettings(
         **settings.model_dump() | {"live_interval_s": 0.1, "retry_first_s": 0.02, "retry_max_s": 0.1}
     )

@@ -19,7 +19,7 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
-from tests.tracking.conftest import World, eventually, task_spec
+from tests.tracking.conftest import World, copy_database, eventually, task_spec
 from tests.tracking.test_service import SURVIVING, publish_killed_run
 from trainbus.embedded.servers import Server, free_ports
 
@@ -115,8 +115,7 @@ async def test_small_files_are_copied_and_large_ones_linked(
     running: Callable[..., Awaitable[Any]],
 ) -> None:
     settings = TrackingSettings(**s3_settings.model_dump() | {"artifact_max_bytes": 100})
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    (settings.data_dir / "mlflow.db").write_bytes(template.read_bytes())
+    copy_database(template, settings.data_dir)
     store = Store(settings.tracking_uri, settings.artifact_location)
     await running(settings, store)
     world = World(bus, settings, store)

@@ -189,15 +189,15 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
     capsys.readouterr()
     place = next(place for place, entry in enumerate(log) if isinstance(entry.fact, RunWaiting))
     changed: Any = log[place].fact
-    log[place] = log[place]._replace(fact=changed.model_copy(update={"message": "because"}))
+    log[place] = log[place]._replace(fact=changed.model_copy(update={"code": "other"}))
     write(file, log)
     assert await replay_decisions(FileLog(file), limit=5, as_json=True) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["difference_count"] == 1
     (difference,) = said["differences"]
-    assert (difference["sequence"], difference["fields"][0]["field"]) == (log[place].sequence, "message")
-    assert difference["fields"][0]["recorded"] == "because"
-    assert difference["fields"][0]["replayed"] == changed.message
+    assert (difference["sequence"], difference["fields"][0]["field"]) == (log[place].sequence, "code")
+    assert difference["fields"][0]["recorded"] == "other"
+    assert difference["fields"][0]["replayed"] == changed.code
 
 
 def write(path: Path, log: list[Entry]) -> None:

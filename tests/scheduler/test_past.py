@@ -156,7 +156,7 @@ def first(log: list[Entry], kind: type[Fact], nth: int = 0) -> int:
 
 #: What is changed in which fact -> what is found: (kind, fields).
 DOCTORED: dict[str, tuple[type[Fact], dict[str, Any], str, list[str]]] = {
-    "a text": (RunWaiting, {"message": "because"}, "content", ["message"]),
+    "a reason": (RunWaiting, {"code": "other"}, "content", ["code"]),
     "a number": (RunPlaced, {"failures_seen": 7}, "content", ["failures_seen"]),
     "seconds": (RunPlaced, {"run_s": 1.5}, "content", ["run_s"]),
     "the time it was decided at": (RunPlaced, {"decided_at": START + timedelta(seconds=1)}, "content", ["decided_at"]),

@@ -354,7 +354,7 @@ def test_a_policy_file_may_be_toml_or_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["order.skp=true"], "order.skp is no field"),
+        (["order.skp=true"], "order.skp: unknown field: did you mean order.skip"),
         (["order.skip=perhaps"], "order.skip: "),
         (["order"], "write it like"),
         (["name.x=1"], "name is no part"),

@@ -257,6 +257,8 @@ class OutputKeeper:
         if not tree.versions:
             return  # an emptied folder: the last kept state stays
         state = self._follower.state.ranks[0]
+        if state.keeps:
+            return  # it asked for this state while the folder was read: its request has the step
         await self._keep_tree(tree, complete, None, state.step, state.epoch, state.values)
 
     async def _keep_requested(self, max_waiting: int) -> None:

@@ -48,7 +48,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-class Stored:
+class StoredFiles:
     """The objects and facts of a run, as the services leave them."""
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
@@ -98,8 +98,8 @@ class Stored:
 
 
 @pytest.fixture
-def stored(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> Stored:
-    return Stored(bus, objects, s3_settings)
+def stored(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> StoredFiles:
+    return StoredFiles(bus, objects, s3_settings)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_range_has_bounds() -> None:
     assert [parse_range(text, 10) for text in ("bytes=-", "lines=1-2", "bytes=0-1,3-4")] == [None] * 3
 
 
-async def test_files_are_streamed_whole_and_by_range(gateway: Running, stored: Stored) -> None:
+async def test_files_are_streamed_whole_and_by_range(gateway: Running, stored: StoredFiles) -> None:
     await stored.accept()
     content = bytes(range(100))
     await stored.commit(10, {"a/ckpt.pt": content, "empty": b""}, {"loss": 0.5})
@@ -152,7 +152,7 @@ async def test_files_are_streamed_whole_and_by_range(gateway: Running, stored: S
     assert (await gateway.client.get(f"/training-runs/{RUN}/checkpoints/worst/files")).status_code == 422
 
 
-async def test_what_is_damaged_is_not_sent(gateway: Running, stored: Stored) -> None:
+async def test_what_is_damaged_is_not_sent(gateway: Running, stored: StoredFiles) -> None:
     await stored.accept()
     uri = await stored.commit(10, {"ckpt.pt": b"0123456"}, {})
     blob = sha256(b"0123456")
@@ -166,7 +166,9 @@ async def test_what_is_damaged_is_not_sent(gateway: Running, stored: Stored) -> 
         assert (other.status_code, "not the manifest that was committed" in other.json()["detail"]) == (502, True)
 
 
-async def test_a_script_is_fetched_as_it_left_its_files(client: AsyncClient, stored: Stored, tmp_path: Path) -> None:
+async def test_a_script_is_fetched_as_it_left_its_files(
+    client: AsyncClient, stored: StoredFiles, tmp_path: Path
+) -> None:
     await stored.accept()
     weights = io.BytesIO()
     torch.save({"w": torch.ones(3)}, weights)
@@ -184,13 +186,15 @@ async def test_a_script_is_fetched_as_it_left_its_files(client: AsyncClient, sto
         await client.fetch_model("my script", tmp_path / "got")
 
 
-async def test_a_run_that_kept_nothing_says_what_to_do(client: AsyncClient, stored: Stored) -> None:
+async def test_a_run_that_kept_nothing_says_what_to_do(client: AsyncClient, stored: StoredFiles) -> None:
     await stored.accept()
     with pytest.raises(NotFoundError, match="TRAINBUS_OUTPUT_DIR"):
         await client.fetch_model(RUN)
 
 
-async def test_a_task_is_fetched_as_a_model_that_loads(client: AsyncClient, stored: Stored, tmp_path: Path) -> None:
+async def test_a_task_is_fetched_as_a_model_that_loads(
+    client: AsyncClient, stored: StoredFiles, tmp_path: Path
+) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         entry = tarfile.TarInfo("line_task.py")

@@ -223,6 +223,16 @@ def _promoted_model(fact: model.ModelPromoted) -> str:
     return f"version {fact.version}, from run {fact.run_id}, is the champion{back}"
 
 
+def _deployed(fact: model.ModelDeployed) -> str:
+    replaced = f", in place of version {fact.replaced_version}" if fact.replaced_version else ""
+    return f"version {fact.version} (run {fact.run_id}) answers after {fact.seconds:.1f} s{replaced}"
+
+
+def _deploy_failed(fact: model.ModelDeployFailed) -> str:
+    left = f"version {fact.serving_version} answers" if fact.serving_version else "no version answers"
+    return f"version {fact.version} (run {fact.run_id}) is not served ({fact.stage}): {fact.reason}; {left}"
+
+
 def _joined(fact: node.NodeJoined) -> str:
     return f"joined with {plural(fact.slots, f'{fact.accelerator} slot')}"
 
@@ -278,6 +288,8 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     dataset.DatasetProgress: _progress,
     dataset.DatasetSharded: _sharded,
     model.ModelPromoted: _promoted_model,
+    model.ModelDeployed: _deployed,
+    model.ModelDeployFailed: _deploy_failed,
     node.NodeJoined: _joined,
     node.NodeLeft: lambda e: f"left{format_reason(e.reason)}",
     node.NodeLost: lambda e: f"lost: {e.reason}",

@@ -23,3 +23,28 @@ class ModelPromoted(ModelFact, fact="promoted", occurrence="version"):
     reason: str = ""
     #: Set when an older champion was brought back.
     rollback: bool = False
+
+
+class ModelDeployed(ModelFact, fact="deployed", occurrence="version"):
+    """This version answers requests from now on, in place of ``replaced_version``."""
+
+    version: int = Field(ge=1)
+    run_id: Token
+    #: None: nothing was served before it.
+    replaced_version: int | None = None
+    #: From the promotion to the first answer to a user.
+    seconds: float
+    #: Samples of the evaluation that it answered as it did there, before it answered a user.
+    golden_samples: int = 0
+
+
+class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version"):
+    """This version does not answer requests, or does no longer; the one before goes on."""
+
+    version: int = Field(ge=1)
+    run_id: Token
+    #: Where it failed: fetch, start, warm-up, golden, canary, or watch after it answered users.
+    stage: str
+    reason: str
+    #: The version that answers; None: none does.
+    serving_version: int | None = None

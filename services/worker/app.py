@@ -14,6 +14,7 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
+from services.kit.warm_server import WarmServer
 from services.worker.agent.agent import Agent
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
@@ -23,7 +24,6 @@ from services.worker.checkpoints.survivor_state import SurvivorMemory, default_f
 from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
 from services.worker.launch.package_environment import PackageEnvironments
-from services.worker.launch.warm_server import WarmServer
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inspect_node
 from services.worker.node_context import NodeContext

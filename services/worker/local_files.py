@@ -38,11 +38,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         partial.replace(target)
 
 
-def is_inside(path: Path, folder: Path) -> bool:
-    """Whether ``path``, its links followed, lies in ``folder``."""
-    return path.resolve().is_relative_to(folder.resolve())
-
-
 def relative_path(name: str) -> PurePosixPath:
     """Return a path that a manifest names.
 

@@ -6,25 +6,30 @@ was evaluated), ``model.json`` says what they are, and ``code`` has the project.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from contracts import subjects, topology
 from contracts.best_checkpoint import find_ranking_metric
+from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import Artifact, RunCompleted, RunExited
-from contracts.spec.run import RunSpec
+from contracts.spec.run import Code, RunSpec
+from services.kit.model_folder import (
+    ARTIFACTS,
+    DESCRIPTION,
+    WEIGHTS,
+    ModelFolderError,
+    VerifiedManifest,
+    write_model_folder,
+)
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import (
     BEST,
     LAST,
     CheckpointName,
-    LoadedCheckpoint,
     StoredCheckpoint,
     find_checkpoint,
     find_run_checkpoint,
@@ -37,18 +42,12 @@ from trainbus.client.run_files import (
     FileSource,
     check_is_empty,
     fetch_artifact,
-    fetch_file,
     fetch_files,
     open_file_source,
     read_manifest,
-    verify,
 )
 from trainbus.client.runs import find_run
-from trainbus.client.tensor_files import read_tensors, write_tensors
 
-WEIGHTS, DESCRIPTION, CODE, ARTIFACTS = "model.safetensors", "model.json", "code", "artifacts"
-#: The files of a Task's checkpoint that its model needs.
-MODEL_FILES = re.compile(r"(model|ema)-\d+\.safetensors|digests-\d+\.json|state\.json")
 #: How a file is loaded, by its suffix: the first of these that a folder has is taken for the model.
 LOADERS: Mapping[str, tuple[str, str]] = {
     ".safetensors": ("from safetensors.torch import load_file", "load_file({path!r})"),
@@ -170,67 +169,25 @@ async def _write_checkpoint(source: FileSource, stored: StoredCheckpoint, spec: 
     if spec is None or spec.task is None:
         await fetch_files(source, loaded, folder)
         return
-    parts = folder / ".parts"
-    paths = [await fetch_file(source, loaded, file, parts) for file in loaded.files if MODEL_FILES.fullmatch(file.path)]
-    _merge_weights(paths, folder / WEIGHTS)
-    if spec.code is not None:
-        await _write_code(source, stored.commit.run_id, spec, folder)
-    description = _describe(loaded, spec, json.loads((parts / "state.json").read_bytes())["about"])
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
-    shutil.rmtree(parts)
-
-
-def _merge_weights(paths: Sequence[Path], target: Path) -> None:
-    """Write all ranks' tensors into one file, in place of a weight its moving average."""
-    tensors = read_tensors(path for path in paths if path.name.startswith("model-"))
-    averages = read_tensors(path for path in paths if path.name.startswith("ema-"))
-    digests: dict[str, str] = {}
-    for path in paths:
-        if path.name.startswith("digests-"):
-            digests |= json.loads(path.read_bytes())
-    # A parameter that is tied to another has several names in the model and one average.
-    by_digest = {digests.get(f"model/{name}", name): average for name, average in averages.items()}
-    merged = {
-        name: averages.get(name) or by_digest.get(digests.get(f"model/{name}", name), tensor)
-        for name, tensor in tensors.items()
-    }
-    write_tensors(merged, target)
-
-
-async def _write_code(source: FileSource, run_id: str, spec: RunSpec, folder: Path) -> None:
-    from services.kit.code_package import PackageError
-    from services.worker.launch.code_package import unpack_package
-
-    assert spec.code is not None
-    package = folder / ".code.tar.gz"
-    await source.write_code(run_id, spec.code, package)
-    await verify(package, spec.code.sha256, f"the code package of run {run_id}")
+    manifest = VerifiedManifest(stored.commit, loaded.manifest_sha256, loaded.files)
     try:
-        unpack_package(package, folder / CODE)
-    except PackageError as error:
+        await write_model_folder(_CheckpointSource(source, stored), manifest, spec, folder)
+    except ModelFolderError as error:
         raise TrainbusError(str(error)) from error
-    package.unlink()
 
 
-def _describe(loaded: LoadedCheckpoint, spec: RunSpec, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``trainbus.load_model`` builds the model from, and where it comes from."""
-    commit, ref = loaded.stored.commit, loaded.stored.commit.checkpoint
-    return {
-        "version": 1,
-        "task": spec.task,
-        "params": about.get("params", spec.params),
-        "classes": about.get("classes", []),
-        "statistics": about.get("statistics", {}),
-        "run_id": commit.run_id,
-        "name": spec.name,
-        "step": ref.step,
-        "epoch": ref.epoch,
-        "metrics": commit.metrics,
-        "dataset_id": about.get("dataset_id"),
-        "checkpoint": ref.uri,
-        "manifest_sha256": loaded.manifest_sha256,
-        "state_digest": commit.state_digest,
-    }
+@dataclass(frozen=True, slots=True)
+class _CheckpointSource:
+    """The files of one checkpoint, from where files of runs are read."""
+
+    source: FileSource
+    stored: StoredCheckpoint
+
+    async def write_file(self, file: CheckpointFile, target: Path) -> None:
+        await self.source.write_file(self.stored, file, target)
+
+    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
+        await self.source.write_code(run_id, code, target)
 
 
 def loading_lines(folder: Path, paths: Sequence[Path]) -> tuple[str, ...]:

@@ -11,6 +11,11 @@ from typing import Any, Protocol, Self
 READ_BYTES = 4 * 2**20
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether ``path``, its links followed, lies in ``folder``."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def write_at(handle: int, content: bytes | memoryview, offset: int) -> None:
     """Write all of ``content`` at ``offset``; the system may accept less at a time."""
     view = memoryview(content)

@@ -22,10 +22,11 @@ from contracts.events.run import CheckpointRef, Member, RunPlaced
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
 from services.kit.kept_files import KeptLayout, list_files, pack_files
+from services.kit.store.files import is_inside
 from services.worker.core.output_versions import FileVersion, SettledFiles, complete_at_stop, next_step, written_before
 from services.worker.core.rank_environment import is_command
 from services.worker.launch.executor import log_path
-from services.worker.local_files import is_inside, read_json, write_atomically
+from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.open_files import find_written_files
 from services.worker.settings import WorkerSettings

@@ -15,6 +15,7 @@ from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
 from contracts.ranks import CheckpointLine
+from services.kit.store.files import is_inside
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
@@ -26,7 +27,6 @@ from services.worker.checkpoints.uploader import (
     upload_files,
 )
 from services.worker.core.checkpoint_chunks import DeltaBases
-from services.worker.local_files import is_inside
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import JournalFollower, Publish
 from services.worker.retry import retry_transient

@@ -18,7 +18,7 @@ from contracts.events.run import Artifact
 from contracts.ranks import CheckpointLine
 from services.kit import chunks as kit
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.files import hash_file
+from services.kit.store.files import hash_file, is_inside
 from services.kit.store.objects import ObjectStore, is_young
 from services.kit.store.uris import blob_key, blob_sha256
 from services.worker import metrics
@@ -32,7 +32,6 @@ from services.worker.core.checkpoint_chunks import (
     header_length,
     is_worthwhile,
 )
-from services.worker.local_files import is_inside
 
 #: Blobs remembered, about 100 bytes each. The oldest of more are asked for again.
 MAX_BLOBS = 200_000

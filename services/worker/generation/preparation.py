@@ -21,10 +21,10 @@ from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.kept_files import KeptLayout, copy_outputs, list_files, unpack_files
+from services.kit.package_files import unpack_package
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
-from services.worker.launch.code_package import unpack_package
 from services.worker.node_context import NodeContext
 
 log = structlog.get_logger(__name__)

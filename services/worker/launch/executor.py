@@ -22,9 +22,9 @@ import structlog
 
 import contracts
 from contracts.ranks import LAUNCH_VARIABLE
+from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 from services.worker import metrics
 from services.worker.core.rank_environment import ProcessSpec
-from services.worker.launch.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 
 log = structlog.get_logger(__name__)
 

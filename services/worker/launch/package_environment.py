@@ -26,6 +26,7 @@ import structlog
 from contracts.spec.run import Packages
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.files import is_inside
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
 from services.worker.core.requirement_lock import (
@@ -42,7 +43,7 @@ from services.worker.core.requirement_lock import (
 )
 from services.worker.launch.node_packages import OWN, TORCH, NodePackages, find_conflict, find_torch_conflict
 from services.worker.launch.uv_process import InstallerTimeoutError, read_installer_environment, run_installer
-from services.worker.local_files import is_inside, write_atomically
+from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
 

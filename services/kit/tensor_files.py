@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainbus.client.errors import TrainbusError
-
 #: The largest header that safetensors itself accepts.
 MAX_HEADER_BYTES = 100_000_000
 COPY_BYTES = 8 * 2**20
+
+
+class TensorFileError(ValueError):
+    """A file is no safetensors file, or not whole."""
 
 
 class StoredTensor(NamedTuple):
@@ -28,7 +30,7 @@ def read_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return name -> tensor of some files.
 
     Raises:
-        TrainbusError: a file is no safetensors file.
+        TensorFileError: a file is no safetensors file.
     """
     found = {}
     for path in paths:
@@ -43,7 +45,7 @@ def read_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
                     first, last = each["data_offsets"]
                     found[name] = StoredTensor(path, each["dtype"], each["shape"], 8 + size + first, last - first)
             except (ValueError, KeyError, TypeError) as error:
-                raise TrainbusError(f"{path.name} is no safetensors file: {error}") from error
+                raise TensorFileError(f"{path.name} is no safetensors file: {error}") from error
     return found
 
 
@@ -68,7 +70,7 @@ def write_tensors(tensors: Mapping[str, StoredTensor], path: Path) -> None:
                 while left:
                     block = source.read(min(left, COPY_BYTES))
                     if not block:
-                        raise TrainbusError(f"{tensor.path.name} is shorter than its header says")
+                        raise TensorFileError(f"{tensor.path.name} is shorter than its header says")
                     file.write(block)
                     left -= len(block)
 

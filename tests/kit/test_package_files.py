@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.kit.code_package import PackageError
-from services.worker.launch.code_package import unpack_package
+from services.kit.package_files import unpack_package
 from tests.worker.conftest import package
 
 

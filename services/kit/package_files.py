@@ -1,4 +1,4 @@
-"""The code package of a run: a gzipped tar from an untrusted user."""
+"""The files of a code package, a gzipped tar from an untrusted user, unpacked into a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from services.kit.code_package import UNPACKING_ERRORS, PackageError, describe_outside, find_problem
-from services.worker.local_files import is_inside
+from services.kit.store.files import is_inside
 
 GIB = 2**30
 

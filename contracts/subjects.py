@@ -71,7 +71,10 @@ ALL_DEAD = ("dead.>",)
 ALL_SHADOW = ("shadow.>",)
 #: Every verb that can be requested. They are listed rather than matched by ``*.requested``,
 #: because that would overlap with ``progress.*`` and ``dead.>``, which the server refuses.
-VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", "drain", "pin", "scrub")
+VERBS = (
+    *("train", "cancel", "ingest", "restore", "tune", "drain", "pin", "scrub"),
+    *("promote", "rollback", "configure", "approve", "stage"),
+)
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
 
 

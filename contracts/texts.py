@@ -15,7 +15,12 @@ from contracts.events import capacity, checkpoint, dataset, model, node, run, st
 #: Metrics that a sentence names.
 MAX_NAMED_METRICS = 4
 #: The reasons of requests that gave none: a sentence does not repeat them.
-DEFAULT_REASONS = frozenset({"cancelled by request", "drained by request", "pinned by request", "promoted by request"})
+DEFAULT_REASONS = frozenset(
+    {
+        *("cancelled by request", "drained by request", "pinned by request", "promoted by request"),
+        *("configured by request", "staged by request"),
+    }
+)
 #: Facts that come with every checkpoint: who follows a run does not see them.
 ROUTINE_FACTS: tuple[type[Event], ...] = (checkpoint.CheckpointStaged, checkpoint.CheckpointDeleted)
 #: What follows once a rank has stalled, by ``on_stall``.
@@ -233,6 +238,17 @@ def _deploy_failed(fact: model.ModelDeployFailed) -> str:
     return f"version {fact.version} (run {fact.run_id}) is not served ({fact.stage}): {fact.reason}; {left}"
 
 
+def _approved(fact: model.ModelApproved) -> str:
+    by = f" by {fact.user}" if fact.user else ""
+    return f"run {fact.run_id} {'approved' if fact.approved else 'declined'}{by}{format_reason(fact.reason)}"
+
+
+def _staged_model(fact: model.ModelStaged) -> str:
+    if fact.version is None:
+        return f"alias {fact.alias} removed{format_reason(fact.reason)}"
+    return f"version {fact.version}, from run {fact.run_id}, is {fact.alias}{format_reason(fact.reason)}"
+
+
 def _joined(fact: node.NodeJoined) -> str:
     return f"joined with {plural(fact.slots, f'{fact.accelerator} slot')}"
 
@@ -271,6 +287,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunCancelled: lambda e: f"cancelled{format_reason(e.reason)}",
     run.RunTracked: lambda e: f"recorded in MLflow as run {e.mlflow_run_id}",
     run.RunEvaluated: _evaluated,
+    run.RunPromotionPending: lambda e: f"awaiting {e.awaits}{format_reason(e.reason)}",
     run.RunPromoted: _promoted,
     run.RunNotPromoted: lambda e: f"not promoted: {e.reason}",
     run.RunProgress: lambda e: f"at step {e.step}",
@@ -290,6 +307,9 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     model.ModelPromoted: _promoted_model,
     model.ModelDeployed: _deployed,
     model.ModelDeployFailed: _deploy_failed,
+    model.ModelConfigured: lambda e: f"gates configured (version {e.version}){format_reason(e.reason)}",
+    model.ModelApproved: _approved,
+    model.ModelStaged: _staged_model,
     node.NodeJoined: _joined,
     node.NodeLeft: lambda e: f"left{format_reason(e.reason)}",
     node.NodeLost: lambda e: f"lost: {e.reason}",

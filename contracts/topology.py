@@ -155,7 +155,7 @@ EVALUATION = Consumer(
 EVALUATION_REQUESTS = Consumer(
     "evaluation-requests",
     REQUESTS.name,
-    _events(requests="promote rollback"),
+    _events(requests="promote rollback configure approve stage"),
     "Requests of operators.",
 )
 TRACKING = Consumer(
@@ -249,11 +249,16 @@ SERVICES: dict[str, ServiceEvents] = {
     ),
     "evaluation": ServiceEvents(
         # An evaluation is a run of its own.
-        publishes=_events(run="evaluated promoted not_promoted", model="promoted", requests="train"),
+        publishes=_events(
+            run="evaluated promotion_pending promoted not_promoted",
+            model="promoted configured approved staged",
+            requests="train",
+        ),
+        # What the run cost follows from its placements.
         follows=_events(
-            run="accepted prepared completed failed cancelled rejected evaluated promoted not_promoted "
-            "checkpoint_committed",
-            model="promoted",
+            run="accepted prepared completed failed cancelled rejected evaluated promotion_pending promoted "
+            "not_promoted checkpoint_committed placed released exited",
+            model="promoted configured approved staged",
         ),
     ),
     "autoscaler": ServiceEvents(

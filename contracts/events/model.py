@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from contracts.base import Fact, ObjectUri, Token
+from contracts.lenient import Lenient
+from contracts.spec.gates import ModelGates
 
 
 class ModelFact(Fact, aggregate="model", id_field="model"):
@@ -48,3 +50,34 @@ class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version"):
     reason: str
     #: The version that answers; None: none does.
     serving_version: int | None = None
+
+
+class ModelConfigured(ModelFact, fact="configured", occurrence="version"):
+    """These gates hold for the model from now on. Versions of the configuration count up by one."""
+
+    version: int = Field(ge=1)
+    gates: Lenient[ModelGates]
+    reason: str = ""
+    user: str | None = None
+
+
+class ModelApproved(ModelFact, fact="approved", occurrence="run_id"):
+    """A person approved the promotion of this run, or declined it. The first answer stands."""
+
+    run_id: Token
+    approved: bool = True
+    reason: str = ""
+    user: str | None = None
+
+
+class ModelStaged(ModelFact, fact="staged", occurrence="request_id"):
+    """This alias names this version of the model from now on; no version: the alias is removed."""
+
+    alias: str
+    version: int | None = None
+    #: Of the version.
+    run_id: str | None = None
+    checkpoint_uri: ObjectUri | None = None
+    request_id: str
+    reason: str = ""
+    user: str | None = None

@@ -324,6 +324,21 @@ class RunTracked(RunFact, fact="tracked", occurrence="mlflow_run_id"):
     mlflow_experiment_id: str
 
 
+class GateVerdict(FactPart):
+    """What one gate found about a candidate, with the numbers."""
+
+    #: ``threshold``, ``improvement``, ``latency``... or ``slice class=cat``.
+    name: str
+    #: None: the gate waits for somebody (an approval, a reproduction).
+    passed: bool | None
+    value: float | None = None
+    limit: float | None = None
+    #: Confidence interval of ``value``.
+    interval: tuple[float, float] | None = None
+    #: The verdict in a sentence.
+    words: str = ""
+
+
 class RunEvaluated(RunFact, fact="evaluated"):
     """The run's result was measured on the test split and compared with the champion's."""
 
@@ -332,6 +347,20 @@ class RunEvaluated(RunFact, fact="evaluated"):
     champion_run_id: str | None = None
     champion_metrics: dict[str, float] = Field(default_factory=dict)
     report: tuple[Artifact, ...] = ()
+    #: What each gate found, against this version of the champion, under this version of the model's configuration (0:
+    #: none). A candidate that is judged again against a later champion has those verdicts in its last fact.
+    gates: tuple[GateVerdict, ...] = ()
+    champion_version: int | None = None
+    configuration: int = 0
+
+
+class RunPromotionPending(RunFact, fact="promotion_pending", occurrence="awaits"):
+    """The run's result passed every other gate; its promotion waits for a person or for a second training."""
+
+    model: Token
+    awaits: Literal["approval", "reproduction"]
+    reason: str
+    gates: tuple[GateVerdict, ...] = ()
 
 
 class RunPromoted(RunFact, fact="promoted"):
@@ -347,6 +376,8 @@ class RunNotPromoted(RunFact, fact="not_promoted"):
 
     model: Token
     reason: str
+    #: What each gate found; none where the candidate could not be judged.
+    gates: tuple[GateVerdict, ...] = ()
 
 
 class ProgressPoint(FactPart):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Self
+import re
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from contracts.base import Request, Token
 from contracts.spec.data import DataSource
+from contracts.spec.gates import ModelGates
 from contracts.spec.run import RunFields, RunSpec
+
+#: An alias of a model's version. MLflow keeps ``latest`` and ``v3`` for itself; promotion alone moves ``champion``.
+Alias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
+RESERVED_ALIAS = re.compile(r"champion|latest|v\d+", re.IGNORECASE)
 
 
 class TrainRequested(RunFields, Request, verb="train"):
@@ -143,3 +149,43 @@ class RollbackRequested(Request, verb="rollback"):
 
     model: Token
     reason: str = Field("rolled back by request", max_length=2000)
+
+
+class ConfigureRequested(Request, verb="configure"):
+    """Set the gates of a registered model; they replace those that it has."""
+
+    model: Token
+    gates: ModelGates
+    #: The version of the configuration that these gates were made from (0: none): another one refuses the request.
+    replaces: int | None = Field(None, ge=0)
+    reason: str = Field("configured by request", max_length=2000)
+    user: str | None = Field(None, max_length=200)
+
+
+class ApproveRequested(Request, verb="approve"):
+    """Approve a candidate whose model asks for approval, or decline it."""
+
+    model: Token
+    run_id: Token
+    approved: bool = True
+    reason: str = Field("", max_length=2000)
+    user: str | None = Field(None, max_length=200)
+
+
+class StageRequested(Request, verb="stage"):
+    """Let an alias (``staging``) name a version of a model; without a version, remove the alias."""
+
+    model: Token
+    alias: Alias
+    version: int | None = Field(None, ge=1)
+    reason: str = Field("staged by request", max_length=2000)
+    user: str | None = Field(None, max_length=200)
+
+    @field_validator("alias")
+    @classmethod
+    def _is_free(cls, alias: str) -> str:
+        if RESERVED_ALIAS.fullmatch(alias):
+            raise ValueError(
+                f"alias {alias!r} is reserved: `champion` is what promote and rollback move, MLflow keeps the others"
+            )
+        return alias

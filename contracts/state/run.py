@@ -30,6 +30,7 @@ from contracts.events.run import (
     RunPrepared,
     RunPrepareFailed,
     RunPromoted,
+    RunPromotionPending,
     RunQueued,
     RunRejected,
     RunReleased,
@@ -61,6 +62,7 @@ HOLDING_STATES = frozenset({"placed", "running", "preempting", "cancelling"})
 ABOUT_RESULTS = (
     RunTracked,
     RunEvaluated,
+    RunPromotionPending,
     RunPromoted,
     RunNotPromoted,
     CheckpointDeleted,

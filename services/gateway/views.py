@@ -90,7 +90,7 @@ class RunSummary(View):
     #: One of ``contracts.state.run.STATES``.
     state: str
     terminal: bool
-    #: evaluated, promoted or not_promoted.
+    #: evaluated, awaiting_approval, awaiting_reproduction, promoted or not_promoted.
     verdict: str | None
     verdict_reason: str | None
     experiment: str

@@ -27,7 +27,7 @@ RUN_FACTS = tuple(
     for name in (
         "accepted", "rejected", "prepared", "prepare_failed", "queued", "waiting", "placed", "started", "preempting",
         "cancelling", "released", "exited", "completed", "failed", "cancelled", "evaluated", "promoted", "not_promoted",
-        "checkpoint_committed", "checkpoint_deleted",
+        "promotion_pending", "checkpoint_committed", "checkpoint_deleted",
     )
 )  # fmt: skip
 NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.WILDCARD, name) for name in (

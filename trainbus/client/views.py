@@ -19,6 +19,9 @@ from contracts.state.node import GONE_STATES, incarnations_before, next_node_sta
 from contracts.state.run import TERMINAL_STATES, change_run
 from contracts.texts import describe, format_problems
 
+#: The start of the verdict of a run whose promotion waits for somebody.
+AWAITING = "awaiting"
+
 
 @dataclass(slots=True)
 class TimelineEntry:
@@ -354,6 +357,11 @@ def _apply_evaluated(view: RunView, event: run.RunEvaluated) -> None:
     view.evaluation, view.champion = dict(event.metrics), dict(event.champion_metrics)
 
 
+def _apply_pending(view: RunView, event: run.RunPromotionPending) -> None:
+    if not view.verdict or view.verdict.startswith(AWAITING):
+        view.verdict, view.verdict_reason, view.model = f"{AWAITING} {event.awaits}", event.reason, event.model
+
+
 def _apply_promoted(view: RunView, event: run.RunPromoted) -> None:
     view.verdict, view.verdict_reason, view.model = f"champion v{event.version}", event.reason, event.model
 
@@ -387,6 +395,7 @@ _RUN: dict[type[Any], Callable[[RunView, Any], object]] = {
     checkpoint.CheckpointDeleted: lambda view, event: view.checkpoints.pop(event.uri, None),
     run.RunCompleted: lambda view, event: view.metrics.update(event.metrics),
     run.RunEvaluated: _apply_evaluated,
+    run.RunPromotionPending: _apply_pending,
     run.RunPromoted: _apply_promoted,
     run.RunNotPromoted: _apply_not_promoted,
 }

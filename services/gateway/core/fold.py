@@ -26,6 +26,7 @@ from contracts.events.run import (
     RunPrepared,
     RunProgress,
     RunPromoted,
+    RunPromotionPending,
     RunQueued,
     RunRejected,
     RunReleased,
@@ -42,6 +43,8 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
 ADDED_FIELDS = ("packages",)
+#: Fields of ``run.evaluated`` that came after v0.1.0.
+ADDED_EVALUATION_FIELDS = ("gates", "champion_version", "configuration")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +173,14 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunTracked():
             return {"mlflow_run_id": fact.mlflow_run_id, "mlflow_experiment_id": fact.mlflow_experiment_id}
         case RunEvaluated():
-            evaluation = fact.model_dump(mode="json", exclude={"run_id"})
+            # The row of a fact of an earlier version stays what it was.
+            unset = {name for name in ADDED_EVALUATION_FIELDS if name not in fact.model_fields_set}
+            evaluation = fact.model_dump(mode="json", exclude={"run_id"} | unset)
             return {"evaluation": evaluation, "verdict": run.verdict or "evaluated"}
+        case RunPromotionPending():
+            if run.verdict in ("promoted", "not_promoted"):
+                return {}
+            return {"verdict": f"awaiting_{fact.awaits}", "verdict_reason": fact.reason, "model": fact.model}
         case RunPromoted():
             verdict = {"verdict": "promoted", "verdict_reason": fact.reason}
             return {**verdict, "model": fact.model, "model_version": fact.version}

@@ -27,6 +27,7 @@ from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
+from services.gateway.lake import lake_routes
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.packages import package_routes
 from services.gateway.page import (
@@ -76,6 +77,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
     app.include_router(file_routes(projection, files, find))
+    app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(_catalog_routes(projection, settings))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))

@@ -48,6 +48,55 @@ class StoredPackage(BaseModel):
     sha256: str
 
 
+class LakeObject(View):
+    """An object of the lake; ``etag`` is its MD5, or that of its parts' MD5s."""
+
+    uri: str
+    key: str
+    size_bytes: int
+    etag: str
+    modified_at: datetime
+
+
+class LakePage(View):
+    """Some of the lake, in the order of keys."""
+
+    bucket: str
+    #: Beginnings of the keys of more objects, each up to a ``/``.
+    folders: list[str] = []
+    objects: list[LakeObject] = []
+    #: Gets the next page; None after the last one.
+    next_cursor: str | None = None
+
+
+class PutObject(View):
+    """An object that was stored."""
+
+    uri: str
+    size_bytes: int
+    etag: str
+
+
+class LakePart(View):
+    """A part of an upload; of a completed one, the number of parts and the object's ETag."""
+
+    number: int
+    etag: str
+
+
+class LakeUpload(View):
+    """An upload that has begun, and the parts that have arrived."""
+
+    upload_id: str
+    parts: list[LakePart] = []
+
+
+class LakeParts(BaseModel):
+    """The ETags of all parts, in order."""
+
+    etags: list[str] = Field(min_length=1, max_length=10_000)
+
+
 class AcceptedRequest(View):
     """The request is on the bus; the run's facts show its result."""
 

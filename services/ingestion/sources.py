@@ -143,9 +143,9 @@ class FolderSource:
         if not any(path.is_relative_to(folder) for folder in allowed):
             names = ", ".join(map(str, allowed)) or "none"
             raise PoisonMessage(
-                f"the ingestion service may not read {wanted}; folders that it may read: {names}. Copy the data into "
-                "the lake and give its s3:// address, or start the stack with the folder in TRAINBUS_SOURCE_FOLDERS "
-                f"(a JSON list)"
+                f"the ingestion service may not read {wanted}; folders that it may read: {names}. Put the data into "
+                "the lake (`trainbus put FOLDER s3://lake/NAME`) and give that address, or start the stack with the "
+                "folder in TRAINBUS_SOURCE_FOLDERS (a JSON list)"
             )
         if path.is_file():
             return cls(path.parent, path.name)

@@ -43,6 +43,8 @@ from trainbus.datasets.history import DatasetRecord
 
 if TYPE_CHECKING:
     from trainbus.client.comparison import Comparison
+    from trainbus.client.lake import ObjectList
+    from trainbus.client.lake_transfer import PutResult
     from trainbus.client.model_folder import FetchedModel
     from trainbus.client.resumption import ResumedRun
     from trainbus.client.run_files import FetchedCheckpoint
@@ -381,6 +383,24 @@ class AsyncClient:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
         return find_dataset(await read_history(self.connection), name, self.address)
 
+    async def put(self, path: Path | str, uri: str) -> PutResult:
+        """Put a file or a folder into the store; what is there with the same content is not sent again.
+
+        Raises:
+            UsageError: there is no such path, nothing in it, or no data belongs at the address.
+        """
+        from trainbus.client.lake_transfer import put_files
+
+        return await put_files(self.address, Path(path), uri)
+
+    async def list_objects(self, uri: str | None = None, *, recursive: bool = False) -> ObjectList:
+        """Return the objects and folders under an address, by default in the lake."""
+        from trainbus.client import lake
+
+        pages = [page async for page in lake.list_objects(self.address, uri, recursive=recursive)]
+        folders = tuple(each for page in pages for each in page.folders)
+        return lake.ObjectList(tuple(each for page in pages for each in page.objects), folders)
+
     # -- the cluster ---------------------------------------------------------------
 
     async def nodes(self) -> list[NodeView]:
@@ -486,6 +506,8 @@ class Client:
     fetch_model = _sync(AsyncClient.fetch_model)
     compare = _sync(AsyncClient.compare)
     dataset = _sync(AsyncClient.dataset)
+    put = _sync(AsyncClient.put)
+    list_objects = _sync(AsyncClient.list_objects)
     nodes = _sync(AsyncClient.nodes)
     models = _sync(AsyncClient.models)
     drain = _sync(AsyncClient.drain)

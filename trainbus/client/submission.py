@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
@@ -20,6 +19,7 @@ from contracts.spec.launchers import describe_launcher
 from trainbus.client.address import StackAddress
 from trainbus.client.data_format import find_local_format, recognize_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
+from trainbus.client.lake import uses_gateway
 from trainbus.client.package import CodePackage
 from trainbus.client.submit_options import SubmitOptions
 
@@ -245,14 +245,9 @@ async def upload_package(address: StackAddress, package: CodePackage, uri: str) 
         StackUnreachableError: the object store or the gateway does not answer.
         UsageError: the client can reach neither.
     """
-    has_store_client = importlib.util.find_spec("aioboto3") is not None
-    if address.gateway_url and not (has_store_client and (address.s3_access_key or address.s3_endpoint)):
+    if uses_gateway(address):
+        assert address.gateway_url is not None
         return await _post_package(address.gateway_url, package)
-    if not has_store_client:
-        raise UsageError(
-            "set TRAINBUS_GATEWAY_URL to the address of the stack's gateway: "
-            "this client uploads code through it (or install `trainbus[node]` and set TRAINBUS_S3_*)"
-        )
     from services.kit.store.errors import ObjectNotFound
     from trainbus.client.object_store import open_object_store
 

@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, results, runs, scheduler, stack
+from trainbus.commands import (
+    checkpoints,
+    cluster,
+    datasets,
+    dead_letters,
+    lake,
+    render,
+    results,
+    runs,
+    scheduler,
+    stack,
+)
 
 FAILED = 1
 INTERRUPTED = 130
@@ -22,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (stack, runs, results, cluster):
+for group in (stack, runs, results, lake, cluster):
     app.add_typer(group.app)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")

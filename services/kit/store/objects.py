@@ -58,6 +58,17 @@ class ObjectInfo:
         return f"s3://{self.bucket}/{self.key}"
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectPage:
+    """Some of the objects under a prefix, in the order of keys."""
+
+    objects: tuple[ObjectInfo, ...]
+    #: What begins the keys of more objects, up to the next ``/``; only where a listing stops at folders.
+    folders: tuple[str, ...] = ()
+    #: Where the next page begins; '' after the last one.
+    next_cursor: str = ""
+
+
 def is_young(written_at: datetime) -> bool:
     """Whether an upload may reuse a blob without rewriting it."""
     return datetime.now(UTC) - written_at < timedelta(seconds=REUSE_AGE_S)
@@ -155,17 +166,29 @@ class ObjectStore:
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
         """Iterate over every object under a prefix, in the order of keys, a page at a time."""
-        bucket, prefix = split_uri(uri)
-        token: str | None = None
+        cursor = ""
         while True:
-            extra = {"ContinuationToken": token} if token else {}
-            call = partial(self._client.list_objects_v2, Bucket=bucket, Prefix=prefix, **extra)
-            page = await self._retry(call, uri)
-            for item in page.get("Contents", ()):
-                yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'), item["LastModified"])
-            token = page.get("NextContinuationToken")
-            if not token:
+            page = await self.list_page(uri, cursor=cursor)
+            for info in page.objects:
+                yield info
+            cursor = page.next_cursor
+            if not cursor:
                 return
+
+    async def list_page(self, uri: str, *, cursor: str = "", limit: int = 1000, by_folder: bool = False) -> ObjectPage:
+        """Return up to ``limit`` objects under a prefix; ``by_folder`` makes one of all below the next ``/``."""
+        bucket, prefix = split_uri(uri)
+        extra = {"ContinuationToken": cursor} if cursor else {}
+        if by_folder:
+            extra["Delimiter"] = "/"
+        call = partial(self._client.list_objects_v2, Bucket=bucket, Prefix=prefix, MaxKeys=limit, **extra)
+        page = await self._retry(call, uri)
+        found = (
+            ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'), item["LastModified"])
+            for item in page.get("Contents", ())
+        )
+        folders = tuple(item["Prefix"] for item in page.get("CommonPrefixes", ()))
+        return ObjectPage(tuple(found), folders, page.get("NextContinuationToken") or "")
 
     async def ensure_bucket(self, bucket: str) -> None:
         """Create the bucket if it does not exist."""
@@ -213,6 +236,10 @@ class ObjectStore:
 
         await self._retry(send, uri)
         metrics.OBJECT_BYTES.labels("up").inc(size_bytes)
+
+    async def call(self, send: Callable[[Any], Awaitable[T]], what: str) -> T:
+        """Return what ``send`` gets from the client of S3; repeated while the store is away, errors translated."""
+        return await self._retry(lambda: send(self._client), what)
 
     async def touch(self, uri: str) -> None:
         """Renew the object's time: the store copies it onto itself; raises ``ObjectNotFound``."""

@@ -1,0 +1,323 @@
+"""Raw data in the store, as a client reaches it: by itself where it has credentials, else through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
+
+from services.kit.store.etags import md5_of
+from trainbus.client.address import StackAddress
+from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from services.kit.store.objects import ObjectStore
+
+#: Seconds to connect to the gateway, without a byte from it, and for which a request is repeated.
+CONNECT_S, STALL_S, PATIENCE_S = 3.0, 120.0, 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of the store."""
+
+    uri: str
+    size_bytes: int
+    modified_at: datetime
+    etag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectList:
+    """A page of what lies under an address: objects, and folders (addresses that end with a slash)."""
+
+    objects: tuple[StoredObject, ...]
+    folders: tuple[str, ...] = ()
+    next_cursor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunUpload:
+    """An upload in parts, and the ETag of each part that has arrived."""
+
+    upload_id: str
+    etags: dict[int, str] = field(default_factory=dict)
+
+
+class Lake(Protocol):
+    """Where data is put."""
+
+    async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
+        """Return a page of what is under a prefix."""
+
+    async def put(self, uri: str, body: bytes) -> None:
+        """Store a small object."""
+
+    async def begin_upload(self, uri: str) -> BegunUpload:
+        """Begin or resume an object in parts."""
+
+    async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        """Store a part; raises ``UploadEndedError`` if another client has ended the upload."""
+
+    async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
+        """Make the object of its parts; raises ``UploadEndedError`` if another client has ended the upload."""
+
+
+class UploadEndedError(Exception):
+    """There is no such upload any more."""
+
+
+class StoreLake:
+    """The object store itself."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
+        from services.kit.store.errors import ObjectNotFound
+
+        try:
+            page = await self._objects.list_page(uri, cursor=cursor, limit=limit, by_folder=not recursive)
+        except ObjectNotFound:
+            raise UsageError(f"there is no bucket {bucket_of(uri)!r}: raw data is in s3://lake, unless set") from None
+        objects = (StoredObject(each.uri, each.size_bytes, each.modified_at, each.etag) for each in page.objects)
+        folders = tuple(f"s3://{bucket_of(uri)}/{each}" for each in page.folders)
+        return ObjectList(tuple(objects), folders, page.next_cursor)
+
+    async def put(self, uri: str, body: bytes) -> None:
+        from services.kit.store.part_uploads import put_whole
+
+        await put_whole(self._objects, uri, body)
+
+    async def begin_upload(self, uri: str) -> BegunUpload:
+        from services.kit.store import part_uploads
+
+        begun = await part_uploads.begin_upload(self._objects, uri)
+        return BegunUpload(begun.upload_id, begun.etags)
+
+    async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        from services.kit.store.errors import ObjectNotFound
+        from services.kit.store.part_uploads import put_part
+
+        try:
+            await put_part(self._objects, uri, upload_id, number, body)
+        except ObjectNotFound as error:
+            raise UploadEndedError from error
+
+    async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
+        from services.kit.store.errors import ObjectNotFound
+        from services.kit.store.part_uploads import complete_upload
+
+        try:
+            await complete_upload(self._objects, uri, upload_id, etags)
+        except ObjectNotFound as error:
+            raise UploadEndedError from error
+
+
+class GatewayLake:
+    """The gateway's HTTP interface, which reaches the lake alone."""
+
+    def __init__(self, http: httpx.AsyncClient, bucket: str) -> None:
+        self._http, self._bucket = http, bucket
+
+    async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
+        asked = {"prefix": self._key(uri), "recursive": recursive, "cursor": cursor, "limit": limit}
+        page = await self._send("GET", "/lake", params=asked)
+        objects = (
+            StoredObject(each["uri"], each["size_bytes"], datetime.fromisoformat(each["modified_at"]), each["etag"])
+            for each in page["objects"]
+        )
+        folders = tuple(f"s3://{self._bucket}/{each}" for each in page["folders"])
+        return ObjectList(tuple(objects), folders, page["next_cursor"] or "")
+
+    async def put(self, uri: str, body: bytes) -> None:
+        await self._send("PUT", f"/lake/objects/{quote(self._key(uri))}", body=body)
+
+    async def begin_upload(self, uri: str) -> BegunUpload:
+        begun = await self._send("POST", "/lake/uploads", params={"key": self._key(uri)})
+        return BegunUpload(begun["upload_id"], {each["number"]: each["etag"] for each in begun["parts"]})
+
+    async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        named = {"key": self._key(uri), "upload_id": upload_id}
+        await self._send("PUT", f"/lake/uploads/parts/{number}", params=named, body=body)
+
+    async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
+        named = {"key": self._key(uri), "upload_id": upload_id}
+        await self._send("POST", "/lake/uploads/complete", params=named, json={"etags": list(etags)})
+
+    def _key(self, uri: str) -> str:
+        bucket, _, key = uri.removeprefix("s3://").partition("/")
+        if bucket != self._bucket:
+            raise UsageError(
+                f"{uri}: the gateway reaches s3://{self._bucket} alone; for another bucket set TRAINBUS_S3_ENDPOINT, "
+                "TRAINBUS_S3_ACCESS_KEY and TRAINBUS_S3_SECRET_KEY"
+            )
+        return key
+
+    async def _send(self, method: str, path: str, *, body: bytes | None = None, **more: Any) -> Any:
+        """Return the gateway's answer; a connection that breaks is made again. Every request may be repeated."""
+        import httpx
+
+        headers = {}
+        if body is not None:
+            md5 = base64.b64encode(bytes.fromhex(md5_of(body))).decode()
+            headers = {"Content-Type": "application/octet-stream", "Content-MD5": md5}
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        delay_s = 0.2
+        while True:
+            try:
+                answer = await self._http.request(method, path, content=body, headers=headers, **more)
+                problem = f"answers {answer.status_code}: {_detail_of(answer)}"
+            except httpx.TransportError as error:
+                answer, problem = None, f"does not answer: {error!r}"
+            if answer is not None and answer.is_success:
+                return answer.json()
+            if answer is not None and answer.status_code == 404 and "/lake/uploads/" in path:
+                raise UploadEndedError(problem)
+            if answer is not None and answer.status_code < 500:
+                raise TrainbusError(f"the gateway at {self._http.base_url} {problem}")
+            if asyncio.get_running_loop().time() > deadline:
+                raise StackUnreachableError(f"the gateway at {self._http.base_url} {problem} (`trainbus doctor`)")
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, 2.0)
+
+
+def _detail_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]
+
+
+def uses_gateway(address: StackAddress) -> bool:
+    """Whether a client reaches the object store through the gateway alone.
+
+    Raises:
+        UsageError: it reaches neither.
+    """
+    has_store_client = importlib.util.find_spec("aioboto3") is not None
+    if has_store_client and (address.data_dir is not None or address.s3_access_key or address.s3_endpoint):
+        return False
+    if address.gateway_url is not None:
+        return True
+    if not has_store_client:
+        raise UsageError(
+            "set TRAINBUS_GATEWAY_URL to the address of the stack's gateway: this client reaches the object store "
+            "through it (or install `trainbus[node]` and set TRAINBUS_S3_*)"
+        )
+    return False
+
+
+@asynccontextmanager
+async def open_lake(address: StackAddress) -> AsyncIterator[Lake]:
+    """Open the object store, or the gateway where this client has no credentials.
+
+    Raises:
+        StackUnreachableError: it does not answer.
+        UsageError: the client can reach neither.
+    """
+    if uses_gateway(address):
+        import httpx
+
+        assert address.gateway_url is not None
+        timeout = httpx.Timeout(STALL_S, connect=CONNECT_S)
+        async with httpx.AsyncClient(base_url=address.gateway_url, timeout=timeout) as http:
+            try:
+                answer = await http.get("/lake", params={"limit": 1})
+            except httpx.HTTPError as error:
+                raise StackUnreachableError(
+                    f"the gateway at {address.gateway_url} does not answer: {error!r} (TRAINBUS_GATEWAY_URL)"
+                ) from error
+            if answer.status_code == 404 and "bucket" not in answer.text:
+                raise UsageError(f"the gateway at {address.gateway_url} does not serve the lake: it is too old")
+            if not answer.is_success:
+                raise StackUnreachableError(
+                    f"the gateway at {address.gateway_url} answers {answer.status_code}: {_detail_of(answer)}"
+                )
+            yield GatewayLake(http, answer.json()["bucket"])
+        return
+    from trainbus.client.object_store import open_object_store
+
+    async with open_object_store(address) as objects:
+        yield StoreLake(objects)
+
+
+async def list_objects(
+    address: StackAddress,
+    uri: str | None = None,
+    *,
+    recursive: bool = False,
+    limit: int | None = None,
+    cursor: str = "",
+) -> AsyncIterator[ObjectList]:
+    """Yield what lies under an address, a page at a time: without one, in the lake.
+
+    An address without a slash at its end is one object, or the folder of this name.
+
+    Raises:
+        UsageError: it is no address, or there is no such bucket.
+        NotFoundError: nothing is there.
+    """
+    async with open_lake(address) as lake:
+        prefix = check_address(uri) if uri else f"s3://{_lake_bucket(address, lake)}/"
+        if not prefix.endswith("/"):
+            found = await lake.list_page(prefix, recursive=False, cursor="", limit=1)
+            if not any(each.uri == prefix for each in found.objects):
+                prefix += "/"
+        left, is_empty = limit, not cursor
+        while True:
+            size = 1000 if left is None else min(1000, left)
+            page = await lake.list_page(prefix, recursive=recursive, cursor=cursor, limit=size)
+            if not prefix.endswith("/"):
+                page = ObjectList(tuple(each for each in page.objects if each.uri == prefix))
+            is_empty &= not page.objects and not page.folders
+            yield page
+            cursor = page.next_cursor
+            left = None if left is None else left - len(page.objects) - len(page.folders)
+            if not cursor or (left is not None and left <= 0):
+                break
+    if is_empty and uri and uri.rstrip("/").count("/") > 2:
+        raise NotFoundError(f"there is nothing at {uri}: `trainbus ls` lists what is in the lake")
+
+
+async def list_whole(lake: Lake, uri: str) -> AsyncIterator[StoredObject]:
+    """Yield every object under a prefix."""
+    cursor = ""
+    while True:
+        page = await lake.list_page(uri, recursive=True, cursor=cursor, limit=1000)
+        for each in page.objects:
+            yield each
+        cursor = page.next_cursor
+        if not cursor:
+            return
+
+
+def check_address(uri: str) -> str:
+    """Return an address in the store.
+
+    Raises:
+        UsageError: it has not the form of one.
+    """
+    bucket, slash, _ = uri.removeprefix("s3://").partition("/")
+    if not uri.startswith("s3://") or not bucket:
+        raise UsageError(f"{uri!r} is no address in the store: give s3://lake/NAME")
+    return uri if slash else f"{uri}/"
+
+
+def _lake_bucket(address: StackAddress, lake: Lake) -> str:
+    if isinstance(lake, GatewayLake):
+        return lake._bucket
+    return address.settings().bucket_lake
+
+
+def bucket_of(uri: str) -> str:
+    """Return the bucket of an address."""
+    return uri.removeprefix("s3://").partition("/")[0]

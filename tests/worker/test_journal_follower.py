@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunProgress, RunStarted
 from contracts.ranks import MetricsLine, json_line
@@ -92,3 +94,21 @@ async def test_command_without_a_journal_is_started_once_it_runs(tmp_path: Path)
     await command.poll()
     (started,) = bus.stored
     assert isinstance(started, RunStarted)
+
+
+async def test_reading_ahead_includes_what_is_not_read_or_not_published(tmp_path: Path) -> None:
+    bus, clock = Bus(), ManualClock()
+    write(tmp_path, 1, 2)
+    ahead = follower(tmp_path, bus, clock)
+    before = ahead.state.model_copy(deep=True)
+    state = await ahead.read_ahead(0)
+    assert (state.step, state.values) == (2, {"x": 2.0, "loss": 2.5})
+    assert ahead.state == before
+    assert bus.stored == []
+    bus.lose_answers = 1
+    with pytest.raises(TransientError):
+        await ahead.poll()
+    write(tmp_path, 3)
+    state = await ahead.read_ahead(0)
+    assert (state.step, state.values) == (3, {"x": 3.0, "loss": 3.5})
+    assert ahead.state.ranks[0].values == {"x": 2.0}

@@ -262,9 +262,6 @@ for epoch in range(10**6):
 """
 
 
-@pytest.mark.xfail(
-    strict=False, reason="rarely an empty file is kept, of a write in place that was cut off; cause not found"
-)
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 async def test_a_file_that_is_written_all_the_time_is_kept(
     world: World, agent: Any, commits: None, tmp_path: Path, end: str

@@ -13,6 +13,7 @@ from services.worker.core.output_versions import (
     SettledFiles,
     complete_at_stop,
     next_step,
+    unambiguous,
     written_before,
 )
 
@@ -35,6 +36,11 @@ def test_what_was_written_when_a_process_ended_may_be_torn() -> None:
     assert written_before(files, 9.0) == {"old"}
     assert complete_at_stop(files, 10.0, {"fresh", "handled"}) == {"old", "handled"}
     assert complete_at_stop(files, 10.0, set()) == {"old", "fresh", "handled"}
+
+
+def test_a_file_of_this_tick_of_the_clock_can_change_without_a_trace() -> None:
+    files = {"before": version(9.996), "now": version(10.0)}
+    assert unambiguous(files, 10 * 10**9) == {"before"}
 
 
 @pytest.mark.parametrize(("reported", "last", "step"), [(None, 0, 1), (10, 4, 10), (10, 10, 11), (3, 20, 21)])

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -23,12 +24,20 @@ from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
 from services.kit.kept_files import KeptLayout, list_files, pack_files
 from services.kit.store.files import is_inside
-from services.worker.core.output_versions import FileVersion, SettledFiles, complete_at_stop, next_step, written_before
+from services.worker.core.journal import RankState
+from services.worker.core.output_versions import (
+    FileVersion,
+    SettledFiles,
+    complete_at_stop,
+    next_step,
+    unambiguous,
+    written_before,
+)
 from services.worker.core.rank_environment import is_command
 from services.worker.launch.executor import log_path
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import JournalFollower
-from services.worker.ranks.open_files import find_written_files
+from services.worker.ranks.open_files import ScriptEndedError, check_scripts_run, find_written_files, has_writer
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -39,6 +48,10 @@ MAX_WAITING = 3
 TIME_SHARE = 4
 #: Bytes of the disk that stay free.
 FREE_BYTES = 2**30
+#: The clock that Linux stamps files with: CLOCK_REALTIME_COARSE, which Python has no name for.
+FILE_CLOCK = 5 if sys.platform == "linux" else time.CLOCK_REALTIME
+#: Writes in a row that must have different times.
+STAMP_TRIALS = 10
 #: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
 OUTPUTS_NAME = "outputs"
 
@@ -66,12 +79,28 @@ class KeptState(BaseModel):
     warnings: list[str] = Field(default_factory=list)
 
 
+class LeaseError(Exception):
+    """The file system does not tell whether a file is being written."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputTree:
     """The files of the output folder: their versions, and which cannot be kept."""
 
     versions: dict[str, FileVersion]
     refused: tuple[str, ...] = ()
+    #: The clock of the file system before the first version was read.
+    clock_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The output folder at one moment, and what the script had reported then."""
+
+    tree: OutputTree
+    #: Names of the files that are whole.
+    complete: set[str]
+    reported: RankState
 
 
 def scan(folder: Path, max_files: int) -> OutputTree:
@@ -80,6 +109,7 @@ def scan(folder: Path, max_files: int) -> OutputTree:
     Raises:
         OutputLimitError: there are too many.
     """
+    clock_ns = time.clock_gettime_ns(FILE_CLOCK)
     versions: dict[str, FileVersion] = {}
     refused = []
     for root, folders, names in os.walk(folder):
@@ -101,8 +131,52 @@ def scan(folder: Path, max_files: int) -> OutputTree:
                     f"the output folder has more than {max_files:,} files: pack them into fewer, or raise "
                     "TRAINBUS_OUTPUT_MAX_FILES"
                 )
-            versions[relative] = FileVersion(found.st_size, found.st_mtime_ns, found.st_ino)
-    return OutputTree(versions, tuple(os.path.relpath(path, folder) for path in refused))
+            versions[relative] = _version(found)
+    return OutputTree(versions, tuple(os.path.relpath(path, folder) for path in refused), clock_ns)
+
+
+def find_unwritten(folder: Path, names: Iterable[str]) -> dict[str, FileVersion]:
+    """Return those of the files that nothing writes, with their versions at that moment.
+
+    Raises:
+        LeaseError: that cannot be found out.
+    """
+    versions = {}
+    for name in names:
+        try:
+            file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            continue  # removed, or not readable
+        try:
+            version = _version(os.fstat(file))
+            is_written = has_writer(file)
+            if is_written is None:
+                raise LeaseError
+            # A change before the lease is a change of the version: the copy is compared with it.
+            if not is_written:
+                versions[name] = version
+        finally:
+            os.close(file)
+    return versions
+
+
+def _version(found: os.stat_result) -> FileVersion:
+    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def stamps_every_write(folder: Path) -> bool:
+    """Try whether a file that was looked at has another version after any write, as on Linux from 6.13."""
+    path = folder / "outputs.time"
+    versions = set()
+    for _ in range(STAMP_TRIALS):
+        path.write_bytes(b"0")
+        versions.add(path.stat().st_mtime_ns)
+    path.unlink()
+    return len(versions) == STAMP_TRIALS
+
+
+#: Returns the files of a folder, and which of them are whole; None while that is unknown.
+FindComplete = Callable[[OutputTree], Awaitable[tuple[OutputTree, set[str]] | None]]
 
 
 class OutputKeeper:
@@ -118,7 +192,11 @@ class OutputKeeper:
         follower: JournalFollower,
         pids: Callable[[], list[int]],
     ) -> None:
-        """``outputs``: the output folder. ``pids``: the run's processes on this node."""
+        """Keep ``outputs``, the output folder.
+
+        Args:
+            pids: the processes of the run's scripts on this node; none once one has failed.
+        """
         self._settings, self._folder, self._outputs, self._follower = settings, folder, outputs, follower
         self._pids = pids
         self._rank = min(member.ranks)
@@ -129,6 +207,8 @@ class OutputKeeper:
         self._settled = SettledFiles(settings.output_settle_s)
         self._lock = asyncio.Lock()
         self._next_at = 0.0
+        #: Whether the file system gives each write its own time; None: not tried yet.
+        self._stamps_every_write: bool | None = None
 
     @property
     def artifacts(self) -> list[str]:
@@ -189,17 +269,18 @@ class OutputKeeper:
         if not self._is_active:
             await self._warn_of_unkept()
             return
+
+        async def find_complete(tree: OutputTree) -> tuple[OutputTree, set[str]]:
+            if is_complete:
+                return tree, set(tree.versions)
+            complete = written_before(tree.versions, ended_at - self._settings.output_settle_s)
+            if stopped_at is not None and written_at_stop is not None:
+                complete |= complete_at_stop(tree.versions, stopped_at, self._relative(written_at_stop))
+            return tree, complete
+
         async with self._lock:
-            await self._keep_requested(0)
-            tree = await self._scan()
-            if tree is None:
-                return
-            complete = set(tree.versions)
-            if not is_complete:
-                complete = written_before(tree.versions, ended_at - self._settings.output_settle_s)
-                if stopped_at is not None and written_at_stop is not None:
-                    complete |= complete_at_stop(tree.versions, stopped_at, self._relative(written_at_stop))
-            await self._keep_changes(tree, complete)
+            await self._keep_requested(0, find_complete)
+            await self._keep_changes(find_complete)
 
     async def _warn_of_unkept(self) -> None:
         """Write into the run's log that files on a node without rank 0 are not kept."""
@@ -213,22 +294,62 @@ class OutputKeeper:
         """Keep what the script asked for, or what has changed; return the seconds it took."""
         began = time.monotonic()
         async with self._lock:
-            await self._keep_requested(MAX_WAITING)
+            await self._keep_requested(MAX_WAITING, self._find_complete)
             # A script that asks to keep its checkpoints decides when.
             if self._state.is_requested or self._follower.state.snapshots or began < self._next_at:
                 return 0.0
-            tree = await self._scan()
-            if tree is not None:
-                await self._keep_changes(tree, await self._find_complete(tree))
+            await self._keep_changes(self._find_complete)
         return time.monotonic() - began
 
-    async def _find_complete(self, tree: OutputTree) -> set[str]:
-        """Return the files that nothing writes: the settled ones, and those that no process of the run has open."""
+    async def _find_complete(self, tree: OutputTree) -> tuple[OutputTree, set[str]] | None:
+        """Return the files that nothing writes: the settled ones, and those that no process has open for writing.
+
+        None: a script has ended or is to end; ``finish`` knows how.
+        """
         settled = self._settled.observe(tree.versions, time.monotonic())
-        if len(settled) == len(tree.versions):
-            return settled
-        written = await run_in_thread(find_written_files, self._pids())
-        return settled if written is None else set(tree.versions) - self._relative(written) | settled
+        if settled == tree.versions.keys() and tree.versions == self._state.versions:
+            return tree, settled  # nothing to keep
+        pids = self._pids()
+        try:
+            tree, unwritten = await run_in_thread(self._find_unwritten, tree, settled, pids)
+        except ScriptEndedError:
+            return None
+        return (tree, settled | unwritten) if pids and self._pids() else None
+
+    def _find_unwritten(self, tree: OutputTree, settled: set[str], pids: list[int]) -> tuple[OutputTree, set[str]]:
+        """Return the versions of the files, and those that nothing writes and whose next change will be noticed.
+
+        Raises:
+            ScriptEndedError: a script has ended, perhaps in the middle of a file.
+        """
+        if self._stamps_every_write is None:
+            self._stamps_every_write = stamps_every_write(self._folder)
+        clock_ns = time.clock_gettime_ns(FILE_CLOCK)
+        try:
+            versions = find_unwritten(self._outputs, tree.versions.keys() - settled)
+            # Only now: a script that runs after that had itself closed those files.
+            check_scripts_run(pids)
+            unwritten = set(versions)
+            tree = replace(tree, versions={**tree.versions, **versions})
+        except LeaseError:
+            clock_ns = tree.clock_ns
+            written = find_written_files(pids)
+            unwritten = set() if written is None else tree.versions.keys() - self._relative(written)
+        return tree, unwritten if self._stamps_every_write else unwritten & unambiguous(tree.versions, clock_ns)
+
+    async def _observe(self, find_complete: FindComplete, empty: OutputTree | None = None) -> Observation | None:
+        """Read the folder, then what the script has reported; None if there is nothing to keep yet.
+
+        In this order: what a script reports before it writes a file is known with that file.
+
+        Args:
+            empty: what counts as the folder's content if it cannot be read.
+        """
+        tree = await self._scan() or empty
+        if tree is None:
+            return None
+        found = await find_complete(tree)
+        return None if found is None else Observation(*found, await self._follower.read_ahead(self._rank))
 
     def _relative(self, paths: set[str]) -> set[str]:
         """Return the names in the output folder of those paths that lie in it."""
@@ -248,43 +369,49 @@ class OutputKeeper:
             )
         return tree
 
-    async def _keep_changes(self, tree: OutputTree, complete: set[str]) -> None:
+    async def _keep_changes(self, find_complete: FindComplete) -> None:
         """Keep the folder if complete files differ from the last kept ones."""
-        kept = self._state.versions
+        observed = await self._observe(find_complete)
+        if observed is None:
+            return
+        tree, complete, kept = observed.tree, observed.complete, self._state.versions
         changed = any(kept.get(name) != tree.versions[name] for name in complete)
         all_complete = len(complete) == len(tree.versions)
         if not changed and not (all_complete and kept.keys() - tree.versions.keys()):
             return
         if not tree.versions:
             return  # an emptied folder: the last kept state stays
-        state = self._follower.state.ranks[0]
-        if state.keeps:
+        reported = observed.reported
+        if reported.keeps:
             return  # it asked for this state while the folder was read: its request has the step
-        await self._keep_tree(tree, complete, None, state.step, state.epoch, state.values)
+        await self._keep_tree(observed, None, reported.step, reported.epoch, reported.values)
 
-    async def _keep_requested(self, max_waiting: int) -> None:
+    async def _keep_requested(self, max_waiting: int, find_complete: FindComplete) -> None:
         """Keep what the script asked for; leave the oldest out if it asks faster than the store takes it."""
-        state = self._follower.state.ranks[0]
+        state = self._follower.state.ranks[self._rank]
         while state.keeps:
             line = state.keeps[0]
             if max_waiting and len(state.keeps) > max_waiting:
                 self._warn("checkpoints are requested faster than they can be kept: some are left out")
-            elif max_waiting and len(self._follower.state.snapshots) >= max_waiting:
-                return
             else:
-                await self._keep_request(line)
+                is_busy = max_waiting and len(self._follower.state.snapshots) >= max_waiting
+                if is_busy or not await self._keep_request(line, find_complete):
+                    return
             self._remove_request(line)
             state.keeps.pop(0)
             await self._follower.save()
 
-    async def _keep_request(self, line: KeepLine) -> None:
+    async def _keep_request(self, line: KeepLine, find_complete: FindComplete) -> bool:
+        """Keep what the script asked for; return False if that has to wait for the script's end."""
         source = self._outputs / line.path
         if not source.exists():
             self._warn(f"{line.path!r} cannot be kept: there is no such file or folder")
-            return
-        tree = await self._scan() or OutputTree({})
-        complete = await self._find_complete(tree)
-        await self._keep_tree(tree, complete, source, line.step, line.epoch or 0, line.metrics or {})
+            return True
+        observed = await self._observe(find_complete, OutputTree({}))
+        if observed is None:
+            return False
+        await self._keep_tree(observed, source, line.step, line.epoch or 0, line.metrics or {})
+        return True
 
     def _remove_request(self, line: KeepLine) -> None:
         """Remove the copy that ``trainbus.checkpoint`` made; what another program named is its own."""
@@ -294,8 +421,7 @@ class OutputKeeper:
 
     async def _keep_tree(
         self,
-        tree: OutputTree,
-        complete: set[str],
+        observed: Observation,
         source: Path | None,
         step: int | None,
         epoch: int,
@@ -304,12 +430,13 @@ class OutputKeeper:
         """Copy the files into a tree, and give it to the stager.
 
         Args:
-            complete: files of the output folder that are whole; of others the last kept copy stands.
+            observed: of files that are not complete the last kept copy stands.
             source: what the script asked to keep; None: the output folder is what is kept.
         """
         number = next_step(step, self._state.step)
+        self._state.artifacts = list(dict.fromkeys([*self.artifacts, *observed.reported.artifacts]))
         try:
-            versions = await run_in_thread(self._write_tree, number, tree, complete, source)
+            versions = await run_in_thread(self._write_tree, number, observed.tree, observed.complete, source)
         except (OutputLimitError, OSError, shutil.Error) as error:
             self._warn(f"files are not kept: {error}")
             return
@@ -319,14 +446,12 @@ class OutputKeeper:
         self._state.step, self._state.versions = number, versions
         self._state.epoch = max(epoch, self._state.epoch)
         self._state.is_requested = self._state.is_requested or source is not None
-        self._state.artifacts = self.artifacts
-        samples = self._follower.state.ranks[0].samples_consumed
         self._follower.state.snapshots[number] = CheckpointLine(
             time=time.time(),
             folder=str(self._packed(number)),
             step=number,
             epoch=max(self._state.epoch, 1),
-            samples_consumed=samples,
+            samples_consumed=observed.reported.samples_consumed,
             metrics=dict(metrics),
         )
         self._save()
@@ -457,7 +582,7 @@ def _copy_whole(source: Path, target: Path, version: FileVersion) -> bool:
     except FileNotFoundError:
         target.unlink(missing_ok=True)
         return False
-    if FileVersion(found.st_size, found.st_mtime_ns, found.st_ino) == version:
+    if _version(found) == version:
         return True
     target.unlink(missing_ok=True)
     return False

@@ -144,6 +144,14 @@ def apply_last_record(state: RankState, last: MetricsLine) -> None:
         apply_lines(state, (last,))
 
 
+def apply_matches(state: RankState, matches: Iterable[tuple[int, str, float]]) -> None:
+    """Fold values that were found in one part of the output into the rank's state."""
+    found = sorted(matches, key=lambda match: match[0])
+    for step, name, value in found:
+        state.step = step
+        state.values[name] = value
+
+
 def rank_event(
     source: JournalSource, homes: Mapping[int, str], line: StragglerLine | StarvationLine
 ) -> RunStraggler | RunStarved:

@@ -6,9 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Seconds in which a process that does not handle the request to stop has ended.
-STOP_MARGIN_S = 0.1
-
 
 class FileVersion(NamedTuple):
     """What changes when a file is written or replaced."""
@@ -35,6 +32,15 @@ class SettledFiles:
         return {name for name, (_, since_s) in seen.items() if now_s - since_s >= self.settle_s}
 
 
+def unambiguous(files: Mapping[str, FileVersion], clock_ns: int) -> set[str]:
+    """Return the files whose version changes with the next write.
+
+    A file system stamps files with a clock of its own, which stands still for milliseconds: a file that is written
+    twice within that time can have one version. ``clock_ns``: that clock, before the versions were read.
+    """
+    return {name for name, version in files.items() if version.modified_ns < clock_ns}
+
+
 def written_before(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
     """Return the files that were last written before a time: those of a process that was killed later are whole."""
     return {name for name, version in files.items() if version.modified_ns / 1e9 < time_s}
@@ -43,14 +49,10 @@ def written_before(files: Mapping[str, FileVersion], time_s: float) -> set[str]:
 def complete_at_stop(files: Mapping[str, FileVersion], stopped_at_s: float, written: Collection[str]) -> set[str]:
     """Return the files that are whole after a process was asked to stop, and ended by itself.
 
-    ``written``: what it was writing when it was asked. A process that does not handle the request ends at once, in the
-    middle of those; one that handles it closes what it still writes.
+    ``written``: what it was writing when it was asked; it was held meanwhile. A process that does not handle the
+    request ends at once, in the middle of those; one that handles it closes what it still writes.
     """
-    return {
-        name
-        for name, version in files.items()
-        if name not in written or version.modified_ns / 1e9 > stopped_at_s + STOP_MARGIN_S
-    }
+    return {name for name, version in files.items() if name not in written or version.modified_ns / 1e9 > stopped_at_s}
 
 
 def next_step(reported: int | None, last: int) -> int:

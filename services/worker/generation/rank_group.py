@@ -16,6 +16,7 @@ import structlog
 
 from contracts.events.run import RunPlaced
 from contracts.ranks import StopLine
+from services.kit.concurrency import run_in_thread
 from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.core.journal import RankState
 from services.worker.core.rank_environment import ProcessSpec
@@ -24,7 +25,7 @@ from services.worker.generation.requests import POLL_S, GenerationRequests, Stop
 from services.worker.launch.executor import UNKNOWN_EXIT, Executor, RankProcess, read_exit
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.control_socket import ControlSocket
-from services.worker.ranks.open_files import find_written_files
+from services.worker.ranks.open_files import ScriptEndedError, find_written_files, wait_until_stopped
 
 log = structlog.get_logger(__name__)
 
@@ -185,7 +186,7 @@ class RankGroup:
             if failed_at is not None and not self._may_wait_since(time.monotonic() - failed_at):
                 self._signal_all(signal.SIGKILL)
             if self._requests.stop is not None:
-                self._enforce_stop(self._requests.stop, control, listens)
+                await self._enforce_stop(self._requests.stop, control, listens)
             await self._requests.wait_for_change(POLL_S)
         # Data loaders and a script's children may outlive their parents.
         await self.sweep()
@@ -198,7 +199,7 @@ class RankGroup:
     def _may_wait_since(self, waited_s: float) -> bool:
         return self._survivors.may_wait(waited_s, [each.rank for each in self.running])
 
-    def _enforce_stop(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
+    async def _enforce_stop(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
         """Send the stop line, SIGTERM after the grace, then SIGKILL; SIGTERM at once to ranks that do not listen."""
         now = self._now()
         if now < stop.kill_at and stop.survivor_s > 0 and self._may_wait_since(now - stop.deadline):
@@ -207,18 +208,30 @@ class RankGroup:
             self._sent_stop = stop
             control.send_stop(StopLine(grace_s=stop.grace_s, reason=stop.reason, checkpoint=stop.grace_s > 0))
             if not listens and not control.connected:
-                self._terminate_all()
+                await self._terminate_scripts()
         if now >= stop.deadline and not self.terminated:
-            self._terminate_all()
+            if listens:
+                self.terminated = True
+                self._signal_all(signal.SIGTERM)
+            else:
+                await self._terminate_scripts()
         if now >= stop.deadline + self._kill_after_s:
             self._signal_all(signal.SIGKILL)
 
-    def _terminate_all(self) -> None:
+    async def _terminate_scripts(self) -> None:
+        """Send SIGTERM to scripts. The first time they are held until it is known which files they are writing.
+
+        Otherwise one could begin to write another file before the signal ends it.
+        """
         self.terminated = True
-        if self.terminated_at is None:
-            self.written_files = find_written_files(each.pid for each in self.running)
-            self.terminated_at = self._now()
-        self._signal_all(signal.SIGTERM)
+        try:
+            if self.terminated_at is None:
+                self._signal_all(signal.SIGSTOP)
+                self.written_files = await run_in_thread(_list_written, [each.pid for each in self.running])
+        finally:
+            self.terminated_at = self.terminated_at or self._now()
+            self._signal_all(signal.SIGTERM)
+            self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: int) -> None:
         self.killed = self.killed or (number == signal.SIGKILL and bool(self.running))
@@ -242,3 +255,13 @@ class RankGroup:
         if time.monotonic() - dead_since < EXIT_FILE_PATIENCE_S:
             return None
         return read_exit(self._folder, process.rank) or (UNKNOWN_EXIT, self._now())
+
+
+def _list_written(pids: Sequence[int]) -> set[str] | None:
+    """Return the files that held scripts are writing; None if that is unknown."""
+    if not wait_until_stopped(pids):
+        return None
+    try:
+        return find_written_files(pids)
+    except ScriptEndedError:
+        return None

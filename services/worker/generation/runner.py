@@ -279,7 +279,11 @@ class GenerationRunner:
         folder = self.files.folder
         settings = self._context.settings
         outputs = output_dir or folder / "outputs"
-        return OutputKeeper(settings, self.placed, self.member, folder, outputs, follower, lambda: self.pids)
+        return OutputKeeper(settings, self.placed, self.member, folder, outputs, follower, self._script_pids)
+
+    def _script_pids(self) -> list[int]:
+        """Return the processes that may write into the output folder; none once one has failed or all are to end."""
+        return [] if self._group.terminated or first_failure(self._group.exits) is not None else self.pids
 
     async def _begin_outputs(self, inputs: GenerationInputs, follower: JournalFollower) -> None:
         self._keeper = self._keep_outputs(follower, inputs.output_dir)

@@ -154,6 +154,13 @@ class JournalFollower:
             await self._publish_read()
         return any(read)
 
+    async def read_ahead(self, rank: int) -> journal.RankState:
+        """Return the rank's state with all that the rank has written by now, also what is not read or published yet.
+
+        The rank's own state stays as it is, so this works while the bus is away.
+        """
+        return await run_in_thread(self._apply_unread, rank, self.state.ranks[rank].model_copy(deep=True))
+
     def tail(self, rank: int, lines: int) -> tuple[str, ...]:
         """Return the last lines of a rank's output."""
         path = self._folder / f"rank_{rank}.log"
@@ -215,6 +222,19 @@ class JournalFollower:
         overlong = len(content) == CHUNK_BYTES and b"\n" not in content
         return journal.whole_lines(content, at_end=overlong or (at_end and len(content) < CHUNK_BYTES))
 
+    def _apply_unread(self, rank: int, state: journal.RankState) -> journal.RankState:
+        while content := self._read(f"rank_{rank}.jsonl", state.journal_end, at_end=False):
+            lines, _ = journal.parse_lines(content, state.journal_end, self._now())
+            journal.apply_lines(state, (line for _, line in lines))
+            state.journal_end += len(content)
+        # Values in the output enter the state when they are published.
+        state.matches_end, state.log_end = dict(state.matches_start), state.log_start
+        while self._patterns and (content := self._read(f"rank_{rank}.log", state.log_end, at_end=False)):
+            matches = match_patterns(self._patterns, journal.log_lines(content), state.matches_end)
+            journal.apply_matches(state, matches)
+            state.log_end += len(content)
+        return state
+
     # -- publishing ---------------------------------------------------------
 
     async def _publish_read(self) -> None:
@@ -255,12 +275,10 @@ class JournalFollower:
         for event in journal.log_events(self._source, rank, content, state.log_start):
             await self._publish(event)
         if self._patterns:
-            matches = match_patterns(self._patterns, journal.log_lines(content), state.matches_start)
+            matches = list(match_patterns(self._patterns, journal.log_lines(content), state.matches_start))
             points = journal.pattern_event(self._source, rank, state.log_start, state.log_time, matches)
             if points is not None:
-                state.step = points.step
-                for point in points.points:
-                    state.values |= point.values
+                journal.apply_matches(state, matches)
                 await self._publish(points)
         state.matches_start = dict(state.matches_end)
         state.log_start = state.log_end

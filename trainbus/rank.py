@@ -23,7 +23,6 @@ from trainbus.data.order import OrderMismatch
 from trainbus.data.reader import DatasetError
 from trainbus.data.shard_prefetch import ShardPrefetcher
 from trainbus.data.workers import WorkerPool
-from trainbus.evaluate import evaluate
 from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
@@ -98,6 +97,8 @@ def _run_task(
     world.init_process_group(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
 
     if spec.kind == "evaluate":
+        from trainbus.evaluate import evaluate  # pyarrow, which a training does not need
+
         seed_all(0, "evaluate", world.rank)
         journal.append(
             StartedLine(time=time.time(), step=launch.resume.step if launch.resume else 0, samples_consumed=0)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,6 +57,9 @@ class Task:
     statistics: Mapping[str, FieldStatistics] = MappingProxyType({})
     #: True lets DDP cope with parameters that some steps do not use, at the cost of a walk through the graph.
     find_unused_parameters: bool = False
+    #: What evaluation measures besides ``metrics``, from all predictions at once: accuracy, macro_f1, auc and
+    #: calibration_error; rmse, mae and r2; ndcg and mrr; perplexity and token_accuracy (docs/promotion.md).
+    kind: Literal["classification", "regression", "ranking", "language-modelling"] | None = None
 
     def model(self) -> nn.Module:
         """Return a fresh model. Called once in a process, on every rank with the same seed."""
@@ -128,16 +131,27 @@ class Task:
         Each value is either a scalar (shape ``[]``), the mean over the n samples, or one value a
         sample (shape ``[n]``). The trainer adds them up weighted by n, in float64, over all batches and
         ranks, so the result is the exact mean over the split for every world size. What is no mean over samples
-        (perplexity, F1) must be computed from such means or in ``predict``.
+        (perplexity, F1) is measured for the task's ``kind``, or in ``summarize``.
         """
         return {"loss": self.loss(model, batch)}
 
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-        """Return (predicted class, true class), both int64 of shape ``[n]``; None (default) for other tasks.
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | Mapping[str, Any] | None:
+        """Return what the model says of each of n samples; None (default): no predictions are kept.
 
-        Evaluation makes the confusion matrix and ``predictions.json`` of it.
+        Either the pair (predicted, true), both of shape ``[n]``, or columns by name, each one value a sample:
+        ``prediction``, ``target``, ``probabilities`` (shape ``[n, classes]``), and any others as metadata by which
+        results are sliced. A ranking task adds ``query``; a language-modelling task returns ``nll`` (the sum over the
+        sequence's tokens, in nats), ``tokens`` and ``correct`` in their place. Evaluation writes them to
+        ``predictions.parquet`` and computes the metrics of ``kind`` from all of them.
         """
         return None
+
+    def summarize(self, predictions: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        """Return metrics of your own that are no means over samples, from all predictions of the split at once.
+
+        ``predictions`` has the columns of ``predict``, and ``id``. It is called on one rank.
+        """
+        return {}
 
 
 def _decode_image(content: bytes) -> Tensor:

@@ -146,3 +146,6 @@ class EvaluationTarget(SpecPart):
     run_id: Token
     checkpoint_uri: ObjectUri
     split: Literal["train", "validation", "test"] = "test"
+    #: The metric that the result is compared by: the predictions' scores are of it where it is one of samples.
+    metric: Metric | None = None
+    mode: Mode | None = None

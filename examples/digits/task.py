@@ -39,6 +39,8 @@ class Net(nn.Module):
 class Digits(Task):
     """Classify digits. ``params``: lr, width, dropout, weight_decay."""
 
+    kind = "classification"
+
     def __init__(self, lr: float = 3e-3, width: int = 16, dropout: float = 0.1, weight_decay: float = 1e-2) -> None:
         self.lr, self.width, self.dropout, self.weight_decay = lr, width, dropout, weight_decay
 
@@ -69,6 +71,7 @@ class Digits(Task):
             "accuracy": logits.argmax(1) == labels,
         }
 
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         images, labels = batch
-        return model(images).argmax(1), labels
+        probabilities = model(images).softmax(1)
+        return {"prediction": probabilities.argmax(1), "target": labels, "probabilities": probabilities}

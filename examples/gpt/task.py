@@ -65,6 +65,8 @@ class ByteGPT(Task):
     A window of the dataset holds ``context + 1`` bytes or more: the input, and the same shifted by one.
     """
 
+    kind = "language-modelling"
+
     def __init__(
         self,
         context: int = 64,
@@ -113,3 +115,10 @@ class ByteGPT(Task):
     def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         loss = self.loss(model, batch)
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+
+    def predict(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        logits_BTV, next_BT = model(batch[:, :-1]).float(), batch[:, 1:]
+        nll_BT = F.cross_entropy(logits_BTV.transpose(1, 2), next_BT, reduction="none")
+        right_BT = logits_BTV.argmax(2) == next_BT
+        tokens_B = torch.full((len(batch),), next_BT.shape[1])
+        return {"nll": nll_BT.sum(1), "tokens": tokens_B, "correct": right_BT.sum(1)}

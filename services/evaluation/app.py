@@ -25,6 +25,7 @@ from contracts.events.run import (
     RunPromoted,
 )
 from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
+from contracts.predictions import PREDICTIONS_FILE, Predictions, PredictionsError
 from services.evaluation import metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
@@ -48,7 +49,8 @@ from services.kit.store.objects import ObjectStore
 log = structlog.get_logger(__name__)
 
 F = TypeVar("F", bound=RunFact)
-PREDICTIONS = "predictions.json"
+#: What evaluations wrote before there was ``predictions.parquet``.
+OLD_PREDICTIONS = "predictions.json"
 #: Predictions larger than this are left out of the report rather than read into memory.
 MAX_PREDICTIONS_BYTES = 64 * 2**20
 #: How often a candidate is decided again within one handling before the message is left to be redelivered.
@@ -235,13 +237,20 @@ class Evaluator:
         return Artifact(name=name, uri=uri, sha256=sha256, size_bytes=len(content))
 
     async def _confusion(self, artifacts: tuple[Artifact, ...]) -> reporting.Confusion | None:
-        found = next((each for each in artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS), None)
+        by_name = {each.name.rsplit("/", 1)[-1]: each for each in artifacts}
+        found = by_name.get(PREDICTIONS_FILE) or by_name.get(OLD_PREDICTIONS)
         if found is None:
             return None
-        with suppress(ObjectNotFound):
+        try:
             if (await self._objects.head(found.uri)).size_bytes <= MAX_PREDICTIONS_BYTES:
-                return await asyncio.to_thread(reporting.parse_predictions, await self._objects.get(found.uri))
-        log.info("predictions left out of the report: missing, or too large", uri=found.uri)
+                content = await self._objects.get(found.uri)
+                if found is by_name.get(PREDICTIONS_FILE):
+                    return await asyncio.to_thread(lambda: reporting.count_confusion(Predictions(content)))
+                return await asyncio.to_thread(reporting.parse_predictions, content)
+            problem = "too large"
+        except (ObjectNotFound, PredictionsError) as error:
+            problem = str(error)
+        log.info("predictions left out of the report", uri=found.uri, problem=problem)
         return None
 
     # -- requests of an operator --------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef
+from contracts.predictions import Predictions, PredictionsInfo, PredictionsWriter
 from contracts.spec.training import Evaluation
 from services.evaluation.core.gate import Verdict, gate, metric_value
-from services.evaluation.core.report import Comparison, html, markdown, parse_predictions
+from services.evaluation.core.report import Comparison, count_confusion, html, markdown, parse_predictions
 from services.evaluation.core.state import State, Version
 from services.evaluation.plot import comparison_png
 
@@ -114,6 +116,27 @@ def test_predictions(case: str) -> None:
     found = parse_predictions(json.dumps(data).encode())
     assert (found.counts if found else None) == counts
     assert parse_predictions(b"\xff{") is None
+
+
+#: Columns and classes -> names and counts of the confusion matrix.
+CONFUSIONS: dict[str, tuple[dict[str, Any], tuple[str, ...], Any]] = {
+    "numbers": ({"target": [0, 1, 1], "prediction": [0, 1, 0]}, ("a", "b"), (("a", "b"), ((1, 0), (1, 1)))),
+    "names": ({"target": ["b", "a"], "prediction": ["b", "b"]}, (), (("a", "b"), ((0, 1), (0, 1)))),
+    "beyond the classes": ({"target": [2], "prediction": [0]}, ("a",), (("a", "2"), ((0, 0), (1, 0)))),
+    "numbers of a regression": ({"target": [0.5], "prediction": [0.25]}, (), None),
+    "scores alone": ({"score": [0.5]}, (), None),
+    "too many classes": ({"target": list(range(51)), "prediction": list(range(51))}, (), None),
+}
+
+
+@pytest.mark.parametrize("case", CONFUSIONS)
+def test_confusion(case: str, tmp_path: Path) -> None:
+    columns, classes, expected = CONFUSIONS[case]
+    path = tmp_path / "predictions.parquet"
+    with PredictionsWriter(path, PredictionsInfo(classes=classes)) as writer:
+        writer.write({"id": [str(number) for number in range(len(next(iter(columns.values()))))], **columns})
+    found = count_confusion(Predictions(path))
+    assert (None if found is None else (found.classes, found.counts)) == expected
 
 
 @pytest.mark.parametrize("champion", [{}, {"test/loss": 0.2, "test/accuracy": 0.9}])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contracts.predictions import Predictions, PredictionsInfo
 from contracts.progress import ring_name
 from contracts.ranks import EXIT_ORPHANED, CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
 from services.worker.ranks.ring_reader import RingReader
@@ -305,32 +306,69 @@ def test_an_invalid_task_fails_and_names_what_to_change(
     assert line.permanent is not any(word in message for word in ("KeyError", "SystemExit", "is nan"))
 
 
-def test_evaluation_is_exact_over_ranks_and_writes_the_predictions(
-    warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
+CLASSIFIER = (
+    LINEAR_TASK[: LINEAR_TASK.index("    def metrics")]
+    + """
+    kind = "classification"
+
+    def predict(self, model, batch):
+        probabilities = model(batch[0]).softmax(1)
+        side = ["left" if value < 0 else "right" for value in batch[0][:, 0].tolist()]
+        return {
+            "prediction": probabilities.argmax(1), "target": batch[1], "probabilities": probabilities, "side": side
+        }
+
+    def summarize(self, predictions):
+        return {"left": (predictions["side"] == "left").mean(), "samples": len(predictions["id"])}
+"""
+)
+
+
+def test_evaluation_is_the_same_for_any_number_of_ranks_and_for_a_sharded_model(
+    warm: Warm, dataset: Dataset, tmp_path: Path
 ) -> None:
+    code = write_task(tmp_path / "code", CLASSIFIER)
     folder = tmp_path / "train"
     launch = write_launch(folder, request(training={"epochs": 3}), dataset, code)
     assert Gang(warm, folder, launch, 1).wait() == [0]
     checkpoint = next(line for line in reversed(journal(folder)) if isinstance(line, CheckpointLine))
-    results = []
-    for world_size in (1, 2):
+    results, tables = [], []
+    # Of three ranks the last has no samples of its own.
+    for world_size, strategy in ((1, "ddp"), (2, "ddp"), (3, "fsdp2")):
         folder = tmp_path / f"evaluate{world_size}"
+        target = {"run_id": "rtest", "checkpoint_uri": "s3://models/x/rtest/checkpoints/step_1.json"}
         spec = request(
-            kind="evaluate",
-            evaluate={"run_id": "rtest", "checkpoint_uri": "s3://models/x/rtest/checkpoints/step_1.json"},
+            kind="evaluate", evaluate={**target, "metric": "macro_f1"}, training={"epochs": 3, "strategy": strategy}
         )
         launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=Path(checkpoint.folder))
         gang = Gang(warm, folder, launch, world_size)
         assert gang.wait() == [0] * world_size, gang.logs()
         result = journal(folder)[-2]
         assert isinstance(result, ResultLine)
-        results.append(result)
-        predictions = json.loads((folder / result.artifacts[0]).read_text())
-        right = sum(predictions["confusion"][label][label] for label in range(3))
-        assert result.metrics["test/accuracy"] == pytest.approx(right / 17)
-        assert len(predictions["keys"]) == len(predictions["labels"]) == len(predictions["predictions"]) == 17
-        assert predictions["classes"] == ["a", "b", "c"]
-    assert results[0].metrics == pytest.approx(results[1].metrics)
+        assert result.artifacts == ("predictions.parquet",)
+        results.append(result.metrics)
+        predictions = Predictions(folder / "predictions.parquet")
+        assert predictions.info == PredictionsInfo(
+            dataset_id=dataset.dataset_id,
+            split="test",
+            classes=("a", "b", "c"),
+            kind="classification",
+            score_of="accuracy",
+        )
+        assert predictions.slice_columns == ("side", "class")
+        tables.append(predictions.table())
+        assert not list(folder.glob(".predictions*"))
+    assert results[0] == results[1] == pytest.approx(results[2], rel=1e-6)
+    assert tables[0].equals(tables[1])
+    assert tables[0].drop_columns("probabilities").equals(tables[2].drop_columns("probabilities"))
+    whole = tables[0]
+    assert whole["id"].to_pylist() == list(dataset.split("test").keys(range(17)))
+    assert results[0]["test/accuracy"] == pytest.approx(sum(whole["score"].to_pylist()) / 17)
+    assert results[0]["test/left"] == pytest.approx(whole["side"].to_pylist().count("left") / 17)
+    assert results[0]["test/samples"] == 17
+    assert set(results[0]) == {
+        f"test/{name}" for name in ("loss", "accuracy", "macro_f1", "auc", "calibration_error", "left", "samples")
+    }
 
 
 def test_a_cold_rank_runs_and_sigterm_stops_it(dataset: Dataset, code: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -30,6 +31,22 @@ CHUNKS, MIN_CHUNK = 32, 16
 MetricMode = Literal["min", "max"]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredChunk:
+    """Samples that went through the model together."""
+
+    samples: MicroBatch
+    #: The same, on the device.
+    batch: Any
+    #: What ``task.metrics`` returned.
+    metrics: Mapping[str, Tensor]
+    #: Whether they are part of the result.
+    counted: bool
+
+
+OnChunk = Callable[[MeasuredChunk], None]
+
+
 def chunk_size(samples: int, largest: int = MEASURE_BATCH) -> int:
     """Return how many samples go through the model at once: a function of the split alone."""
     return min(largest, max(MIN_CHUNK, -(-samples // CHUNKS)))
@@ -43,13 +60,14 @@ def measure_split(
     precision: str,
     *,
     batch_size: int | None = None,
-    on_chunk: Callable[[MicroBatch, Any], None] | None = None,
+    on_chunk: OnChunk | None = None,
     workers: WorkerPool | None = None,
 ) -> dict[str, float]:
     """Return ``task.metrics`` as means over all samples of the split; every rank calls it and gets the same.
 
     The split is cut into chunks that do not depend on the ranks; one rank computes a chunk, and the chunks' sums
-    are added in their order. ``on_chunk`` is called with every chunk of this rank, in order. The model is in eval mode.
+    are added in their order. ``on_chunk`` is called with every chunk of this rank, in order, and as often on every
+    rank: the chunks that do not count only keep ranks together that communicate. The model is in eval mode.
     """
     if len(reader) == 0:
         return {}
@@ -70,12 +88,11 @@ def measure_split(
                 seed_all("measure", chunk)
                 batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)
-                if not counted:
-                    continue
-                for name, value in found.items():
-                    sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples)
+                if counted:
+                    for name, value in found.items():
+                        sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples)
                 if on_chunk is not None:
-                    on_chunk(item, batch)
+                    on_chunk(MeasuredChunk(item, batch, found, counted))
     finally:
         model.train(was_training)
     # Rank 0 has the first chunk, so it knows every name.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,20 @@ class World:
         box: list[Any] = [None] * self.size
         dist.all_gather_object(box, value)
         return box
+
+    def send_bytes(self, pieces: Iterable[bytes]) -> None:
+        """Send pieces of any size to rank 0, which calls ``receive_bytes`` for this rank."""
+        for piece in chain(pieces, (b"",)):
+            dist.send_object_list([piece], dst=0, device=self.device)
+
+    def receive_bytes(self, rank: int) -> Iterator[bytes]:
+        """Yield what another rank sends to this one, rank 0."""
+        while True:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=rank, device=self.device)
+            if not box[0]:
+                return
+            yield box[0]
 
     def wait_for_all(self) -> None:
         """Wait until every rank is here, so that none loses the rendezvous while it still needs it."""

@@ -16,6 +16,7 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted
 from contracts.events.train import TrainRequested
 from contracts.problems import describe_problems, join_problems
+from contracts.spec.base import Mode
 from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
@@ -36,6 +37,9 @@ class RequestEvaluation:
     checkpoint_uri: str
     dataset_id: str | None
     priority: int
+    #: What the two are compared by.
+    metric: str | None = None
+    mode: Mode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,15 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     # 2. Measure it; measure the champion too where its numbers are of another dataset.
     champion = state.champion(spec.model)
     own_event = f"evaluate/{run_id}"
-    own = RequestEvaluation(own_event, run_id, candidate.checkpoint.uri, candidate.dataset_id, spec.priority)
+    own = RequestEvaluation(
+        own_event,
+        run_id,
+        candidate.checkpoint.uri,
+        candidate.dataset_id,
+        spec.priority,
+        spec.evaluation.metric,
+        spec.evaluation.mode,
+    )
     outcome, steps = _measure(state, source, own)
     if outcome is not None and outcome.error:
         return [_refuse(candidate, f"its evaluation {run_id_for(source, own_event)} {outcome.error}")]
@@ -161,7 +173,13 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             env=trained.env,
             data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
             training=trained.training,
-            evaluate=EvaluationTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
+            evaluate=EvaluationTarget(
+                run_id=step.target_run_id,
+                checkpoint_uri=step.checkpoint_uri,
+                split="test",
+                metric=step.metric,
+                mode=step.mode,
+            ),
             resume_from=step.checkpoint_uri,
             max_attempts=3,
             grace_s=trained.grace_s,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from contracts.events.checkpoint import CheckpointCommitted
+from contracts.predictions import PREDICTION, TARGET, Predictions
 from contracts.spec.training import Evaluation
 from services.evaluation.core.gate import Verdict, metric_value
 
@@ -86,6 +89,28 @@ def parse_predictions(content: bytes) -> Confusion | None:
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return Confusion(classes, tuple(map(tuple, counts)))
+
+
+def count_confusion(predictions: Predictions) -> Confusion | None:
+    """Count the predictions of a classification; None for another kind, or for too many classes.
+
+    Raises:
+        PredictionsError: a value is not what its column may hold.
+    """
+    if not {TARGET, PREDICTION} <= set(predictions.columns):
+        return None
+    counts: Counter[tuple[Any, Any]] = Counter()
+    for batch in predictions.batches((TARGET, PREDICTION)):
+        counts.update(zip(batch.column(TARGET).to_pylist(), batch.column(PREDICTION).to_pylist(), strict=True))
+        if any(isinstance(value, float) for value in next(iter(counts))) or len(counts) > MAX_CLASSES**2:
+            return None
+    found = {value for pair in counts for value in pair}
+    named = dict(enumerate(predictions.info.classes)) if all(isinstance(value, int) for value in found) else {}
+    values = sorted(found | set(named))
+    if not 0 < len(values) <= MAX_CLASSES:
+        return None
+    classes = tuple(named.get(value, str(value)) for value in values)
+    return Confusion(classes, tuple(tuple(counts[true, said] for said in values) for true in values))
 
 
 def markdown(comparison: Comparison) -> str:

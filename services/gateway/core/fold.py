@@ -42,7 +42,11 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 
 R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
-ADDED_FIELDS = ("packages",)
+ADDED_FIELDS = (
+    "packages",
+    "evaluate.metric",
+    "evaluate.mode",
+)
 #: Fields of ``run.evaluated`` that came after v0.1.0.
 ADDED_EVALUATION_FIELDS = ("gates", "champion_version", "configuration")
 
@@ -120,8 +124,19 @@ def request_hash(spec: TrainRequested) -> str:
 
     A version that adds a field gives the requests of earlier versions the hash that they had.
     """
-    fields = type(spec).model_fields
-    unset = {name for name in ADDED_FIELDS if getattr(spec, name) == fields[name].get_default()}
+    unset: dict[str, Any] = {}
+    for path in ADDED_FIELDS:
+        *parents, name = path.split(".")
+        part: Any = spec
+        for parent in parents:
+            part = getattr(part, parent)
+            if part is None:
+                break
+        if part is not None and getattr(part, name) == type(part).model_fields[name].get_default():
+            excluded = unset
+            for parent in parents:
+                excluded = excluded.setdefault(parent, {})
+            excluded[name] = True
     return hashlib.sha256(spec.model_dump_json(exclude=unset).encode()).hexdigest()
 
 

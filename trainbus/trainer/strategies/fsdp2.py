@@ -184,6 +184,14 @@ def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
     return sharded
 
 
+def shard_for_inference(model: nn.Module, world: World) -> nn.Module:
+    """Shard a model, whose weights are loaded, over the ranks; a forward pass gathers one block at a time."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for module in [*outermost_lists(model), model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

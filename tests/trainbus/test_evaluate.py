@@ -1,0 +1,142 @@
+"""A checkpoint is measured on one rank: metrics of each kind, and scores whose mean is the metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from contracts.predictions import Predictions
+from contracts.ranks import Launch
+from tests.trainbus.support import linear_dataset, request
+from trainbus.data.dataset import Dataset
+from trainbus.evaluate import evaluate
+from trainbus.task import Task, TaskError
+from trainbus.trainer.world import World
+
+Columns = dict[str, Any]
+
+
+class Measured(Task):
+    """A model of eight numbers, and a ``predict`` that each test chooses."""
+
+    def __init__(self, kind: Any, columns: Callable[[Tensor, Tensor], Any]) -> None:
+        self.kind, self._columns = kind, columns
+
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 1)
+
+    def decode(self, sample: dict[str, bytes]) -> Any:
+        return torch.from_numpy(np.frombuffer(sample["bin"], dtype=np.float32).copy()), int(sample["cls"])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).mean()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"size": batch[0].square().sum(1)}
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        return self._columns(model(batch[0])[:, 0], batch[1])
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return linear_dataset(tmp_path / "data")
+
+
+def measure(
+    task: Task, dataset: Dataset, tmp_path: Path, metric: str | None = None, mode: str = "max"
+) -> tuple[dict[str, float], Predictions]:
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "g1"
+    checkpoint.mkdir()
+    folder.mkdir()
+    torch.manual_seed(1)
+    save_file(task.model().state_dict(), checkpoint / "model-0.safetensors")
+    task.classes = dataset.classes
+    target = {"run_id": "r", "checkpoint_uri": "s3://m/c", "metric": metric, "mode": mode}
+    spec = request(kind="evaluate", evaluate=target)
+    launch = Launch(
+        run_id="r", generation=1, node_id="n", world_size=1, spec=spec, folder=folder, socket=folder / "s",
+        resume_folder=checkpoint,
+    )  # fmt: skip
+    metrics, artifacts = evaluate(launch, task, dataset, World())
+    assert artifacts == ("predictions.parquet",)
+    return metrics, Predictions(folder / "predictions.parquet")
+
+
+def test_a_regression(dataset: Dataset, tmp_path: Path) -> None:
+    task = Measured("regression", lambda value, label: (value, label))
+    metrics, predictions = measure(task, dataset, tmp_path, "test/rmse")
+    table = predictions.table()
+    assert predictions.info.score_of == "mse"
+    assert (str(table["target"].type), str(table["prediction"].type)) == ("double", "double")
+    assert math.sqrt(-np.mean(table["score"].to_pylist())) == pytest.approx(metrics["test/rmse"])
+    assert {"test/rmse", "test/mae", "test/r2", "test/size"} == set(metrics)
+
+
+def test_a_ranking_has_one_score_a_query(dataset: Dataset, tmp_path: Path) -> None:
+    task = Measured(
+        "ranking",
+        lambda value, label: {"prediction": value, "target": label, "query": [f"q{int(n) % 3}" for n in label]},
+    )
+    metrics, predictions = measure(task, dataset, tmp_path, "ndcg")
+    scores = [score for score in predictions.table()["score"].to_pylist() if score is not None]
+    # The documents of query 0 are all irrelevant.
+    assert len(scores) == 2
+    assert np.mean(scores) == pytest.approx(metrics["test/ndcg"])
+    assert predictions.info.score_of == "ndcg"
+    assert "query" in predictions.slice_columns
+
+
+def test_language_modelling(dataset: Dataset, tmp_path: Path) -> None:
+    task = Measured(
+        "language-modelling",
+        lambda value, label: {"nll": 8 + value.abs(), "tokens": torch.full_like(label, 8), "correct": label},
+    )
+    metrics, predictions = measure(task, dataset, tmp_path, "test/perplexity", "min")
+    table = predictions.table()
+    assert predictions.columns[:2] == ("id", "score")
+    assert math.exp(-np.mean(table["score"].to_pylist())) == pytest.approx(metrics["test/perplexity"])
+    assert metrics["test/token_accuracy"] == pytest.approx(
+        sum(table["correct"].to_pylist()) / sum(table["tokens"].to_pylist())
+    )
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_score_is_of_the_metric_that_counts_where_it_is_one_of_samples(
+    mode: str, dataset: Dataset, tmp_path: Path
+) -> None:
+    task = Measured(None, lambda value, label: (label, label))
+    metrics, predictions = measure(task, dataset, tmp_path, "validation/size", mode)
+    sign = 1 if mode == "max" else -1
+    assert predictions.info.score_of == "size"
+    assert sign * np.mean(predictions.table()["score"].to_pylist()) == pytest.approx(metrics["test/size"])
+
+
+def test_a_score_of_its_own_is_kept(dataset: Dataset, tmp_path: Path) -> None:
+    task = Measured("regression", lambda value, label: {"prediction": value, "target": label, "score": label})
+    _, predictions = measure(task, dataset, tmp_path, "test/rmse")
+    table = predictions.table()
+    assert table["score"].to_pylist() == table["target"].to_pylist()
+
+
+BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "not a number": (lambda value, label: (value * math.nan, value), "'score' of .* no finite number"),
+    "mixed types": (lambda value, label: {"prediction": ["a"] * len(label), "target": label}, "must have one type"),
+    "no row of its own": (lambda value, label: (value[:1], label), r"has shape \[1\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_kept_fails_with_the_tasks_name(case: str, dataset: Dataset, tmp_path: Path) -> None:
+    columns, words = BAD[case]
+    with pytest.raises(TaskError, match=rf"Measured\.predict\(\).*{words}"):
+        measure(Measured(None, columns), dataset, tmp_path)
+    assert not list((tmp_path / "g1").iterdir())

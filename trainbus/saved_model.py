@@ -59,5 +59,5 @@ def _forget_other_code(code: Path) -> None:
         file = getattr(module, "__file__", None)
         if file and any(Path(file).is_relative_to(other) for other in others):
             del sys.modules[name]
-    sys.path[:] = [path for path in sys.path if path not in others]
+    sys.path[:] = [path for path in sys.path if not any(Path(path).is_relative_to(other) for other in others)]
     _code_folders.add(present)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from contracts.datasets import FieldStatistics
+from contracts.project_paths import find_import_folders
 
 #: Exceptions of a module that every attempt to import it raises again.
 PERMANENT_IMPORT_ERRORS = (SyntaxError, ImportError, NameError)
@@ -173,13 +174,14 @@ def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Ta
     if code_folder is not None:
         if not code_folder.is_dir():
             raise TaskError(f"the code folder {code_folder.name!r} is not there", is_permanent=False)
-        sys.path.insert(0, str(code_folder))
+        sys.path[:0] = map(str, find_import_folders(code_folder))
         importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name == module_name.partition(".")[0]:
-            found = sorted(path.stem for path in code_folder.glob("*.py")) if code_folder else []
+            folders = find_import_folders(code_folder) if code_folder else []
+            found = sorted({path.stem for folder in folders for path in _list_modules(folder)})
             raise TaskError(
                 f"task {name!r}: there is no module {error.name!r} in the code package"
                 f" (its modules: {', '.join(found) or 'none'})"
@@ -210,6 +212,11 @@ def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Ta
         text = f"{describe(error, code_folder)}: task {name!r} cannot be made with its params"
         raise TaskError(text, is_permanent=False) from error
     return made
+
+
+def _list_modules(folder: Path) -> list[Path]:
+    """Return the modules and packages of a folder."""
+    return [*folder.glob("*.py"), *(path.parent for path in folder.glob("*/*.py"))]
 
 
 def _check_params(name: str, cls: type[Task], params: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from contracts.project_paths import find_import_folders
+
 #: What ``decode`` may use and only the prepared dataset has.
 FROM_DATASET = frozenset({"classes", "statistics"})
 
@@ -55,7 +57,10 @@ def _missing_package(error: Exception, name: str, folder: Path) -> str:
     if not isinstance(missing, ModuleNotFoundError) or not missing.name:
         return ""
     top = missing.name.partition(".")[0]
-    own = {name.partition(":")[0].partition(".")[0], *(path.stem for path in folder.iterdir())}
+    own = {
+        name.partition(":")[0].partition(".")[0],
+        *(path.stem for each in find_import_folders(folder) for path in each.iterdir()),
+    }
     return "" if top in own else missing.name
 
 

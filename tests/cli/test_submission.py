@@ -177,11 +177,24 @@ def test_the_metric_of_an_evaluation_says_what_is_better(text: str, mode: str) -
     assert (request.evaluation.metric, request.evaluation.mode) == (text.partition(":")[0], mode)
 
 
+def test_options_change_one_field_of_a_part_of_the_request() -> None:
+    body = {"retention": {"last": 7}, "packages": {"source": "node"}}
+    request = build("task:A", request=body, retention_metric="validation/accuracy", torch="project")
+    assert (request.retention.last, request.retention.metric, request.retention.mode) == (
+        7,
+        "validation/accuracy",
+        "max",
+    )
+    assert (request.packages.source, request.packages.torch) == ("node", "project")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"evaluate": "test/accuracy"}, "'evaluation' needs 'model'"),
         ({"evaluate": "loss:low", "model": "m"}, "test/accuracy:max"),
+        ({"retention_metric": "loss:low"}, "retention_metric 'loss:low': give a metric"),
+        ({"torch": "mine"}, "packages.torch"),
         ({"metric_patterns": {"loss": "loss .*"}}, "needs a group around the value"),
         ({"metric_patterns": {"loss": "loss ("}}, "is not a regular expression"),
     ],

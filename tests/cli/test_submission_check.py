@@ -82,6 +82,16 @@ async def test_what_no_attempt_can_change_is_found_before_the_upload(
         await check(write_project(tmp_path, source), str(data), task, params=params)
 
 
+async def test_a_task_in_src_is_found(tmp_path: Path, data: Path) -> None:
+    project = write_project(tmp_path)
+    (project / "src" / "own").mkdir(parents=True)
+    (project / "pyproject.toml").write_text('[project]\nname = "own"\nversion = "1"\n')
+    (project / "task.py").rename(project / "src" / "own" / "task.py")
+    assert await check(project, str(data), "own.task:Rows") == ""
+    with pytest.raises(UsageError, match=r"no module 'other' in the code package \(its modules: own\)"):
+        await check(project, str(data), "other.task:Rows")
+
+
 async def test_a_task_needs_data(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a task needs data: give --data"):
         await check(write_project(tmp_path), "", data=None)

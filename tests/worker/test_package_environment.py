@@ -175,6 +175,19 @@ async def test_included_files_count(node: Node) -> None:
     assert (imported_version(new, "smile"), imported_version(old, "smile")) == ("2.0", "1.0")
 
 
+@pytest.mark.parametrize(("line", "folder"), [("-e .", ""), ("./libs/own", "libs/own/"), ("-r more.txt", "libs/own/")])
+async def test_what_the_projects_own_folders_need_is_installed(node: Node, line: str, folder: str) -> None:
+    project = '[project]\nname = "own"\nversion = "1"\ndependencies = ["{}"]\n'
+    files = {"requirements.txt": f"{line}\n", f"{folder}src/own/__init__.py": "", "more.txt": "--editable ./libs/own\n"}
+    old = await node.prepare({**files, f"{folder}pyproject.toml": project.format("smile<2")})
+    # Another file of the project, and so another lock.
+    new = await node.prepare({**files, f"{folder}pyproject.toml": project.format("smile")})
+    assert old is not None
+    assert new is not None
+    assert (imported_version(old, "smile"), imported_version(new, "smile")) == ("1.0", "2.0")
+    assert not (new / "own").exists()
+
+
 async def test_project_may_say_that_the_node_is_enough(node: Node) -> None:
     assert await node.prepare({"requirements.txt": "no-such-package\n"}, Packages(source="node")) is None
 

@@ -68,6 +68,26 @@ async def test_two_commands_have_two_versions_at_once(world: World, wheels: Path
         assert exited.outcome == "succeeded", exited
 
 
+async def test_a_command_imports_its_own_package_from_src(world: World, agent: Any) -> None:
+    await agent()
+    files = {
+        "pyproject.toml": '[project]\nname = "own"\nversion = "1"\n',
+        "src/own/__init__.py": "",
+        "src/own/train.py": "import parts\n",
+        "requirements.txt": "-e .\n",
+        "libs/parts/pyproject.toml": '[project]\nname = "parts"\nversion = "1"\n',
+        "libs/parts/parts.py": "",
+    }
+    code = await upload(world, files)
+    await world.place("r0", command=["python", "-m", "own.train"], code=code)
+    lacking: Any = await world.wait_for(RunExited, "r0")
+    assert lacking.reason.startswith("ModuleNotFoundError: No module named 'parts'"), lacking
+    code = await upload(world, files | {"requirements.txt": "-e .\n-e libs/parts\n"})
+    await world.place("r1", command=["python", "-m", "own.train"], code=code)
+    exited: Any = await world.wait_for(RunExited, "r1")
+    assert exited.outcome == "succeeded", exited
+
+
 async def test_requirement_that_nobody_has_fails_for_good(world: World, wheels: Path, agent: Any) -> None:
     await agent()
     code = await upload(world, {"train.py": "", "requirements.txt": "smile==99\n"})

@@ -59,7 +59,7 @@ def parse_slots(text: str) -> dict[str, int]:
     return {"min": int(low), "max": int(high or low)}
 
 
-def parse_evaluation(text: str) -> dict[str, str]:
+def parse_metric(option: str, text: str) -> dict[str, str]:
     """Return metric and mode of ``test/accuracy`` or ``test/loss:min``; names of losses and errors mean ``min``.
 
     Raises:
@@ -68,7 +68,7 @@ def parse_evaluation(text: str) -> dict[str, str]:
     metric, _, mode = text.rpartition(":") if ":" in text else (text, "", "")
     mode = mode or ("min" if LOWER_IS_BETTER.search(metric) else "max")
     if not metric or mode not in ("min", "max"):
-        raise UsageError(f"evaluate {text!r}: give a metric, and whether less or more is better: test/accuracy:max")
+        raise UsageError(f"{option} {text!r}: give a metric, and whether less or more is better: test/accuracy:max")
     return {"metric": metric, "mode": mode}
 
 
@@ -124,7 +124,12 @@ def build_request(
             body[name] = {**body.get(name, {}), **given[name]}
     _check_patterns(body.get("metric_patterns"))
     if "evaluate" in given:
-        body["evaluation"] = {**(body.get("evaluation") or {}), **parse_evaluation(given["evaluate"])}
+        body["evaluation"] = {**(body.get("evaluation") or {}), **parse_metric("evaluate", given["evaluate"])}
+    if "retention_metric" in given:
+        wanted = parse_metric("retention_metric", given["retention_metric"])
+        body["retention"] = {**(body.get("retention") or {}), **wanted}
+    if "torch" in given:
+        body["packages"] = {**(body.get("packages") or {}), "torch": given["torch"]}
     training = {name: given[name] for name in TRAINING_OPTIONS if name in given}
     if body.get("task") and not body.get("training") and not training.keys() & {"epochs", "max_steps"}:
         training["epochs"] = 1

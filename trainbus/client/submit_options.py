@@ -34,6 +34,12 @@ class SubmitOptions(TypedDict, total=False):
     evaluate: Annotated[
         str | None, "Measure the result on the test split and gate its promotion by this: test/accuracy, test/loss:min."
     ]
+    retention_metric: Annotated[
+        str | None, "The metric that makes a checkpoint the best: it is kept and is RUN@best. accuracy, test/loss:min."
+    ]
+    torch: Annotated[
+        str | None, "node: run with the torch of the node, whatever the project asks for (default). project: its own."
+    ]
     experiment: Annotated[str | None, "The experiment in MLflow."]
     team: Annotated[str | None, "The team whose quota counts, for example research/vision."]
     env: Annotated[Mapping[str, str] | None, "KEY=VALUE in the environment of every rank; repeatable."]

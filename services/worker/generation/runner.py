@@ -15,6 +15,7 @@ import structlog
 from contracts.base import Fact
 from contracts.envelope import Envelope
 from contracts.events.run import Member, RunPlaced
+from contracts.project_paths import find_import_folders
 from contracts.ranks import Launch
 from services.kit import telemetry
 from services.kit.bus import TransientError
@@ -351,7 +352,7 @@ class GenerationRunner:
 
     def _node_environment(self, inputs: GenerationInputs) -> NodeEnvironment:
         inventory, settings = self._context.inventory, self._context.settings
-        code = (str(inputs.code_folder),) if inputs.code_folder is not None else ()
+        code = map(str, find_import_folders(inputs.code_folder)) if inputs.code_folder is not None else ()
         packages = (str(inputs.packages_dir),) if inputs.packages_dir is not None else ()
         address, port = inputs.master
         return NodeEnvironment(

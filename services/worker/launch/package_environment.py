@@ -23,6 +23,7 @@ from pathlib import Path
 
 import structlog
 
+from contracts.project_paths import PROJECT_FILES, find_local_projects
 from contracts.spec.run import Packages
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
@@ -88,6 +89,12 @@ def find_requirements(folder: Path) -> ProjectRequirements | None:
     if (folder / REQUIREMENTS).is_file():
         files: dict[str, str] = {}
         _read_included(folder, REQUIREMENTS, files)
+        # Folders of the project that are asked for: what they need themselves is decided by their own files.
+        for project in find_local_projects(folder):
+            paths = (project / name for name in PROJECT_FILES)
+            files |= {
+                name: _read(folder, name) for path in paths if path.is_file() for name in [_name_of(path, folder)]
+            }
         return ProjectRequirements(REQUIREMENTS, files)
     if (folder / PYPROJECT).is_file():
         text = _read(folder, PYPROJECT)
@@ -378,7 +385,7 @@ def _torch_hint(reason: str, node: NodePackages) -> str:
     version = node.versions.get(TORCH, "none")
     return (
         f"{reason}. The node has torch {version}, and runs use it: ask for a version that fits, "
-        'or set "packages": {"torch": "project"} in the request'
+        'or submit with --torch project ("packages": {"torch": "project"} in a request)'
     )
 
 
@@ -403,6 +410,10 @@ def _read(folder: Path, name: str) -> str:
         return path.read_text()
     except (OSError, UnicodeError) as error:
         raise PackagesError(f"{name} cannot be read: {error}. Is it in the project, and not ignored?") from error
+
+
+def _name_of(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
 
 
 def _read_included(folder: Path, name: str, files: dict[str, str]) -> None:

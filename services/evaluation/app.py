@@ -13,7 +13,7 @@ import structlog
 from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.model import ModelPromoted
+from contracts.events.model import ModelApproved, ModelConfigured, ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import (
     Artifact,
     RunAccepted,
@@ -24,22 +24,34 @@ from contracts.events.run import (
     RunPrepared,
     RunPromoted,
 )
-from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
-from contracts.predictions import PREDICTIONS_FILE, Predictions, PredictionsError
+from contracts.events.train import (
+    ApproveRequested,
+    ConfigureRequested,
+    PromoteRequested,
+    RollbackRequested,
+    StageRequested,
+    TrainRequested,
+)
 from services.evaluation import metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
     ConcludeCandidate,
-    Report,
+    JudgeCandidate,
     RequestEvaluation,
     Step,
     UnmeasurableError,
+    conclude_candidate,
     evaluation_request,
+    has_recorded_verdict,
     next_steps,
     next_version,
     run_promoted,
 )
+from services.evaluation.core.gate import Verdict, judge, renew_pending
+from services.evaluation.core.report_page import render_page
 from services.evaluation.core.state import FOLDED, Candidate, State, Version
+from services.evaluation.evidence import EvidenceReader, Findings
+from services.evaluation.samples import read_samples
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -49,10 +61,6 @@ from services.kit.store.objects import ObjectStore
 log = structlog.get_logger(__name__)
 
 F = TypeVar("F", bound=RunFact)
-#: What evaluations wrote before there was ``predictions.parquet``.
-OLD_PREDICTIONS = "predictions.json"
-#: Predictions larger than this are left out of the report rather than read into memory.
-MAX_PREDICTIONS_BYTES = 64 * 2**20
 #: How often a candidate is decided again within one handling before the message is left to be redelivered.
 MAX_ROUNDS = 50
 #: How often candidates are settled without an event.
@@ -67,54 +75,68 @@ class Evaluator:
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
         self._bus, self._objects, self._bucket = bus, objects, settings.bucket_models
+        self._evidence = EvidenceReader(bus, objects)
         self._state = State()
         self._folded_up_to = 0
         self._lock = asyncio.Lock()
 
     # -- what has ended -----------------------------------------------------
 
-    async def on_run_ended(self, _: Message[Any]) -> None:
-        """Go on with every candidate that is not settled: there are few, and any may have waited for this run."""
-        await self.settle_all()
+    async def on_run_ended(self, received: Message[Any]) -> None:
+        """Go on with every candidate that is not settled: there are few, and any may have waited for this run.
 
-    async def settle_all(self) -> None:
-        """Take each open candidate as far as it goes now. One that cannot be settled does not stop the others."""
+        Raises:
+            Exception: a candidate that this run is about cannot be settled, so the message is delivered again. The
+                failure of another candidate is not this message's: its own is delivered again.
+        """
+        failures = await self.settle_all()
+        run_id = received.event.run_id
+        measured = self._state.evaluations.get(run_id)
+        for failed, error in failures.items():
+            if failed in (run_id, measured):
+                raise error
+
+    async def settle_all(self) -> dict[str, Exception]:
+        """Take each open candidate as far as it goes now. Return the candidates that cannot be settled, and why."""
         async with self._lock:
             await self._catch_up()
-            failures: list[Exception] = []
+            failures: dict[str, Exception] = {}
             for run_id in [run_id for run_id, candidate in self._state.open.items() if candidate.completed]:
                 try:
                     await self._settle(run_id)
                 except Exception as error:
-                    # Raised below, so that the message is delivered again.
                     log.warning("candidate not settled", run_id=run_id, error=repr(error))
-                    failures.append(error)
-            metrics.OPEN.set(sum(1 for candidate in self._state.open.values() if candidate.completed))
-            if failures:
-                raise failures[0]
+                    failures[run_id] = error
+            open_ = [candidate for candidate in self._state.open.values() if candidate.completed]
+            metrics.OPEN.set(sum(not each.awaited for each in open_))
+            metrics.AWAITING.set(sum(bool(each.awaited) for each in open_))
+            return failures
 
     async def settle_periodically(self) -> None:
         """Settle candidates whose message became a dead letter while the object store was away."""
         while True:
             try:
-                await self.settle_all()
+                if failures := await self.settle_all():
+                    log.warning("some candidates are not settled, trying again", runs=sorted(failures))
             except Exception:
-                log.exception("some candidates are not settled, trying again", delay_s=SETTLE_EVERY_S)
+                log.exception("candidates cannot be settled, trying again", delay_s=SETTLE_EVERY_S)
             await asyncio.sleep(SETTLE_EVERY_S)
 
     async def _settle(self, run_id: str) -> None:
         for _ in range(MAX_ROUNDS):
-            await self._catch_up()
             candidate = self._state.open.get(run_id)
             steps = next_steps(self._state, candidate, self._bus.source) if candidate else []
             if candidate is None or not steps:
                 return
             try:
-                await self._perform_steps(steps, candidate)
+                has_published = await self._perform_steps(steps, candidate)
             except Conflict:
                 metrics.CONFLICTS.inc()
                 log.info("the champion changed meanwhile: the candidate is decided again", run_id=run_id)
-                continue
+                has_published = True
+            if not has_published:
+                return  # it waits for somebody
+            await self._catch_up()
             if all(isinstance(step, RequestEvaluation) for step in steps):
                 return  # the end of an evaluation continues from here
         raise RuntimeError(f"run {run_id} was not settled in {MAX_ROUNDS} rounds: its model's champion keeps changing")
@@ -130,37 +152,66 @@ class Evaluator:
 
     # -- steps --------------------------------------------------------------
 
-    async def _perform_steps(self, steps: Sequence[Step], candidate: Candidate) -> None:
-        """Perform the steps in order; end the candidate at the first checkpoint that cannot be measured."""
+    async def _perform_steps(self, steps: Sequence[Step], candidate: Candidate) -> bool:
+        """Perform the steps in order; return whether anything was published.
+
+        The first checkpoint that cannot be measured ends the candidate.
+        """
+        has_published = False
         try:
             for step in steps:
-                await self._perform(step, candidate)
+                has_published |= await self._perform(step, candidate)
         except UnmeasurableError as error:
             model = candidate.spec.model or ""
             champion = self._state.champion(model)
             reason = f"{error}; publish promote.requested to promote this run all the same"
             fact = RunNotPromoted(run_id=candidate.run_id, model=model, reason=reason)
-            await self._perform(ConcludeCandidate(fact, champion.sequence if champion else 0), candidate)
+            has_published |= await self._perform(
+                ConcludeCandidate(fact, champion.sequence if champion else 0), candidate
+            )
+        return has_published
 
-    async def _perform(self, step: Step, candidate: Candidate) -> None:
+    async def _perform(self, step: Step, candidate: Candidate) -> bool:
         match step:
             case RequestEvaluation():
                 await self._request(step, candidate)
-            case Report():
-                await self._report(step, candidate)
-            case ConcludeCandidate(fact, sequence):
-                if isinstance(fact, ModelPromoted) and (
-                    words := await self._find_lock_problem(fact.run_id, fact.checkpoint_uri)
-                ):
-                    fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
-                expected = None if sequence is None else ExpectedSequence(sequence, step.fence)
-                ack = await self._bus.publish(fact, candidate.completed, expected=expected)
-                # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
-                # the facts, read again, lead to another decision.
-                if (label := SETTLED.get(type(fact), "")) and not ack.duplicate:
-                    metrics.DECIDED.labels(label).inc()
-                reason = fact.reason
-                log.info("concluded", run_id=candidate.run_id, fact=fact.fact, model=fact.model, reason=reason)
+            case JudgeCandidate():
+                return await self._judge(step, candidate)
+            case ConcludeCandidate():
+                await self._conclude(step, candidate)
+        return True
+
+    async def _judge(self, step: JudgeCandidate, candidate: Candidate) -> bool:
+        """Judge a measured candidate: write its report first, then publish what became of it."""
+        if candidate.evaluated is None:
+            await self._report(step, candidate)
+            return True
+        if has_recorded_verdict(step, candidate):
+            people = await self._evidence.read_people(self._state, step, candidate)
+            verdict = renew_pending(candidate.evaluated.gates, step.criteria, people)
+        else:
+            # The champion or the gates are others than those of the report.
+            findings = await self._evidence.read_all(self._state, step, candidate)
+            verdict = judge(step.criteria, findings.evidence)
+        conclusion = conclude_candidate(step, candidate, verdict)
+        if conclusion is None:
+            return False
+        await self._conclude(conclusion, candidate)
+        return True
+
+    async def _conclude(self, step: ConcludeCandidate, candidate: Candidate) -> None:
+        fact = step.fact
+        if isinstance(fact, ModelPromoted) and (
+            words := await self._find_lock_problem(fact.run_id, fact.checkpoint_uri)
+        ):
+            fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
+        expected = None if step.sequence is None else ExpectedSequence(step.sequence, step.fence)
+        ack = await self._bus.publish(fact, candidate.completed, expected=expected)
+        # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
+        # the facts, read again, lead to another decision.
+        if (label := SETTLED.get(type(fact), "")) and not ack.duplicate:
+            metrics.DECIDED.labels(label).inc()
+        log.info("concluded", run_id=candidate.run_id, fact=fact.fact, model=fact.model, reason=fact.reason)
 
     async def _request(self, step: RequestEvaluation, candidate: Candidate) -> None:
         trained = candidate.spec
@@ -188,29 +239,20 @@ class Evaluator:
         metrics.REQUESTED.labels("candidate" if step.target_run_id == candidate.run_id else "champion").inc()
         log.info("evaluation requested", run_id=candidate.run_id, target=step.target_run_id)
 
-    async def _report(self, step: Report, candidate: Candidate) -> None:
+    async def _report(self, step: JudgeCandidate, candidate: Candidate) -> None:
+        """Judge the candidate and publish ``evaluated`` with the verdict of each gate and the report."""
         spec, champion = candidate.spec, step.champion
-        assert spec.evaluation is not None
-        assert spec.model is not None
-        comparison = reporting.Comparison(
-            name=spec.name,
-            run_id=candidate.run_id,
-            model=spec.model,
-            dataset_id=candidate.dataset_id,
-            wanted=spec.evaluation,
-            candidate=step.outcome.metrics,
-            champion=step.champion_metrics,
-            champion_label=f"v{champion.fact.version} ({champion.fact.run_id})" if champion else "",
-            verdict=step.verdict,
-            confusion=await self._confusion(step.outcome.artifacts),
-            committed=await self._find_commit(candidate),
-        )
+        findings = await self._evidence.read_all(self._state, step, candidate)
+        verdict = judge(step.criteria, findings.evidence)
+        comparison = await self._compare(step, candidate, findings, verdict)
         with metrics.REPORT_SECONDS.time():
             png = await asyncio.to_thread(plot.comparison_png, comparison)
             folder = f"s3://{self._bucket}/{spec.experiment}/{candidate.run_id}/evaluation"
+            page = await asyncio.to_thread(render_page, comparison)
             report = (
                 await self._store(folder, "report.md", reporting.markdown(comparison).encode(), "text/markdown"),
-                await self._store(folder, "report.html", reporting.html(comparison, png).encode(), "text/html"),
+                await self._store(folder, "report.html", page.encode(), "text/html"),
+                await self._store(folder, "report.json", reporting.to_json(comparison), "application/json"),
                 await self._store(folder, "comparison.png", png, "image/png"),
             )
         fact = RunEvaluated(
@@ -218,16 +260,40 @@ class Evaluator:
             evaluation_run_id=step.evaluation_run_id,
             metrics=step.outcome.metrics,
             champion_run_id=champion.fact.run_id if champion else None,
-            champion_metrics=step.champion_metrics,
+            champion_metrics=step.champion_metrics or {},
             report=report,
+            gates=verdict.gates,
+            champion_version=champion.version if champion else None,
+            configuration=step.configuration,
         )
         await self._bus.publish(fact, candidate.completed, expected=ExpectedSequence(0))
 
-    async def _find_commit(self, candidate: Candidate) -> CheckpointCommitted | None:
-        """The fact that committed the checkpoint that was measured."""
-        history = await self._bus.read_history(subjects.fact("run", candidate.run_id, CheckpointCommitted.fact))
-        found = (received.event for received in history if isinstance(received.event, CheckpointCommitted))
-        return next((fact for fact in found if fact.checkpoint == candidate.checkpoint), None)
+    async def _compare(
+        self, step: JudgeCandidate, candidate: Candidate, findings: Findings, verdict: Verdict
+    ) -> reporting.Comparison:
+        """Return what the report shows, with the content of the samples that got worse."""
+        champion, predictions = step.champion, findings.evidence.predictions
+        samples: dict[str, reporting.SampleContent] = {}
+        prepared = await self._read_last(candidate.run_id, RunPrepared)
+        if predictions and predictions.regressions and prepared:
+            keys = [each.key for each in predictions.regressions]
+            samples = await read_samples(self._objects, prepared.manifest_uri, "test", keys)
+        return reporting.Comparison(
+            name=candidate.spec.name,
+            run_id=candidate.run_id,
+            model=candidate.spec.model or "",
+            dataset_id=candidate.dataset_id,
+            criteria=step.criteria,
+            candidate=step.outcome.metrics,
+            champion=step.champion_metrics or {},
+            champion_label=f"v{champion.fact.version} ({champion.fact.run_id})" if champion else "",
+            verdict=verdict,
+            predictions=predictions,
+            committed=findings.committed,
+            candidate_footprint=findings.candidate,
+            champion_footprint=findings.champion,
+            samples=samples,
+        )
 
     async def _store(self, folder: str, name: str, content: bytes, content_type: str) -> Artifact:
         """Store a file of the report. Its hash is in its name, so what a fact points at never changes."""
@@ -235,23 +301,6 @@ class Evaluator:
         uri = f"{folder}/{sha256[:12]}/{name}"
         await self._objects.put(uri, content, content_type=content_type)
         return Artifact(name=name, uri=uri, sha256=sha256, size_bytes=len(content))
-
-    async def _confusion(self, artifacts: tuple[Artifact, ...]) -> reporting.Confusion | None:
-        by_name = {each.name.rsplit("/", 1)[-1]: each for each in artifacts}
-        found = by_name.get(PREDICTIONS_FILE) or by_name.get(OLD_PREDICTIONS)
-        if found is None:
-            return None
-        try:
-            if (await self._objects.head(found.uri)).size_bytes <= MAX_PREDICTIONS_BYTES:
-                content = await self._objects.get(found.uri)
-                if found is by_name.get(PREDICTIONS_FILE):
-                    return await asyncio.to_thread(lambda: reporting.count_confusion(Predictions(content)))
-                return await asyncio.to_thread(reporting.parse_predictions, content)
-            problem = "too large"
-        except (ObjectNotFound, PredictionsError) as error:
-            problem = str(error)
-        log.info("predictions left out of the report", uri=found.uri, problem=problem)
-        return None
 
     # -- requests of an operator --------------------------------------------
 
@@ -288,7 +337,101 @@ class Evaluator:
                 published = await self._read_last(done.fact.run_id, RunPromoted)
                 if published is None:
                     await self._bus.publish(run_promoted(done), received.envelope)
-        # Those who compare themselves with the champion have another one now.
+        # Those who compare themselves with the champion have another one now. The failure of one is not the request's.
+        await self.settle_all()
+
+    async def on_configure_requested(self, received: Message[ConfigureRequested]) -> None:
+        """Set a model's gates, once for each request. Open candidates are judged by them."""
+        request = received.event
+
+        async def make() -> ModelConfigured:
+            current = self._state.settings_of(request.model).configuration
+            if request.replaces is not None and request.replaces != current:
+                raise PoisonMessage(
+                    f"the gates of model {request.model!r} are at version {current}, not {request.replaces}: they were "
+                    "changed meanwhile; read them again (`trainbus models gates`) and repeat the change"
+                )
+            return ModelConfigured(
+                model=request.model,
+                version=current + 1,
+                gates=request.gates,
+                reason=request.reason,
+                user=request.user,
+            )
+
+        await self._record(received, make)
+
+    async def on_approve_requested(self, received: Message[ApproveRequested]) -> None:
+        """Record that a person approves or declines a candidate; the first answer stands."""
+        request = received.event
+
+        async def make() -> ModelApproved:
+            candidate = self._state.open.get(request.run_id)
+            if candidate is None or candidate.spec.model != request.model:
+                raise PoisonMessage(
+                    f"run {request.run_id} is no open candidate of model {request.model!r}: it is settled, or never "
+                    "competed; `trainbus models` lists those that await approval"
+                )
+            if candidate.evaluated is None:
+                raise PoisonMessage(f"run {request.run_id} is not evaluated yet: approve it once its report is there")
+            settings = self._state.settings_of(request.model)
+            if not settings.gates.approval:
+                raise PoisonMessage(
+                    f"model {request.model!r} asks for no approval: `trainbus models promote` promotes a run regardless"
+                )
+            if (known := settings.approvals.get(request.run_id)) is not None:
+                answer = "approved" if known.approved else "declined"
+                raise PoisonMessage(f"run {request.run_id} is {answer} already; the first answer stands")
+            return ModelApproved(
+                model=request.model,
+                run_id=request.run_id,
+                approved=request.approved,
+                reason=request.reason,
+                user=request.user,
+            )
+
+        await self._record(received, make)
+
+    async def on_stage_requested(self, received: Message[StageRequested]) -> None:
+        """Let an alias name a version of a model, or remove it, once for each request."""
+        request = received.event
+
+        async def make() -> ModelStaged:
+            history = self._state.models.get(request.model, [])
+            version = next((each for each in history if each.version == request.version), None)
+            if request.version is not None and version is None:
+                there = ", ".join(str(each.version) for each in history[-20:]) or "none"
+                raise PoisonMessage(
+                    f"model {request.model!r} has no version {request.version}; there is: {there} "
+                    "(`trainbus models show`)"
+                )
+            if request.version is None and request.alias not in self._state.settings_of(request.model).aliases:
+                raise PoisonMessage(f"model {request.model!r} has no alias {request.alias!r}, so none is removed")
+            return ModelStaged(
+                model=request.model,
+                alias=request.alias,
+                version=request.version,
+                run_id=version.fact.run_id if version else None,
+                checkpoint_uri=version.fact.checkpoint_uri if version else None,
+                request_id=received.envelope.id,
+                reason=request.reason,
+                user=request.user,
+            )
+
+        await self._record(received, make)
+
+    async def _record(self, received: Message[Any], make: Callable[[], Awaitable[ModelFact]]) -> None:
+        """Publish the fact that a request about a model leads to, once; then judge the candidates again."""
+        async with self._lock:
+            for _ in range(MAX_ROUNDS):
+                await self._catch_up()
+                if received.envelope.id in self._state.answered:
+                    break  # it was delivered before
+                fact = await make()
+                # A rival's fact with the same id makes ours a repetition: the state, read again, shows it.
+                await self._bus.publish(fact, received.envelope)
+            else:
+                raise RuntimeError(f"request {received.envelope.id} was not recorded in {MAX_ROUNDS} rounds")
         await self.settle_all()
 
     async def _promotion(self, request: PromoteRequested, champion: Version | None) -> ModelPromoted | None:
@@ -376,4 +519,7 @@ def build(settings: Settings) -> Service:
     service.add_background_task(evaluator.settle_periodically)
     service.bus.subscriber(topology.EVALUATION_REQUESTS, PromoteRequested)(evaluator.on_promote_requested)
     service.bus.subscriber(topology.EVALUATION_REQUESTS, RollbackRequested)(evaluator.on_rollback_requested)
+    service.bus.subscriber(topology.EVALUATION_REQUESTS, ConfigureRequested)(evaluator.on_configure_requested)
+    service.bus.subscriber(topology.EVALUATION_REQUESTS, ApproveRequested)(evaluator.on_approve_requested)
+    service.bus.subscriber(topology.EVALUATION_REQUESTS, StageRequested)(evaluator.on_stage_requested)
     return service

@@ -20,6 +20,7 @@ CONFLICTS = Counter(
     "trainbus_promotion_conflicts_total", "Decisions made again because the champion had changed meanwhile."
 )
 OPEN = Gauge("trainbus_evaluation_open_candidates", "Completed trainings whose promotion is not decided yet.")
+AWAITING = Gauge("trainbus_evaluation_awaiting_candidates", "Candidates whose promotion waits for a person's answer.")
 REPORT_SECONDS = Histogram(
     "trainbus_evaluation_report_seconds",
     "Making and storing a report.",

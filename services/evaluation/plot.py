@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from services.evaluation.core.report import Comparison, Confusion, bars
+from services.evaluation.core.comparison import Confusion
+from services.evaluation.core.report import Comparison, bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +43,9 @@ def comparison_png(comparison: Comparison) -> bytes:
 def _metrics(figure: Figure | SubFigure, comparison: Comparison, shown: list[tuple[str, float, float | None]]) -> None:
     """One small panel a metric, each with a scale of its own: losses and accuracies do not share one."""
     figure.text(0.04, 0.965, _short(comparison.name, 48), fontsize=13, fontweight="bold", color=INK, va="top")
-    verdict = "passes the gate" if comparison.verdict.promote else "does not pass the gate"
+    verdict = "passes the gates" if comparison.verdict.promote else "does not pass the gates"
+    if comparison.verdict.awaits:
+        verdict = comparison.headline
     champion = f"champion {comparison.champion_label}" if comparison.champion_label else "no champion yet"
     height = figure.bbox.height / DPI
     figure.text(0.04, 0.965 - 0.3 / height, f"{verdict}  ·  {champion}", fontsize=9, color=INK, va="top")
@@ -59,12 +62,12 @@ def _metrics(figure: Figure | SubFigure, comparison: Comparison, shown: list[tup
 
 
 def _bars(axes: Axes, name: str, candidate: float, champion: float | None, comparison: Comparison) -> None:
-    wanted = comparison.wanted
+    wanted = comparison.criteria.evaluation
     decides = name == comparison.gate_metric
     values = [candidate] if champion is None else [candidate, champion]
     labels = ["candidate", "champion"][: len(values)]
     axes.barh(range(len(values)), values, color=[CANDIDATE, CHAMPION][: len(values)], height=0.66, zorder=2)
-    threshold = wanted.threshold if decides else None
+    threshold = comparison.criteria.threshold if decides else None
     low = min(0.0, *values, *([threshold] if threshold is not None else []))
     high = max(0.0, *values, *([threshold] if threshold is not None else []))
     span = (high - low) or 1.0

@@ -161,7 +161,7 @@ async def test_the_running_service_measures_reports_and_promotes(rig: Rig, s3_se
     assert await rig.champions() == [(1, "ra")]
     [evaluated] = await rig.facts("run.ra.evaluated")
     assert evaluated.metrics["accuracy"] == 0.9
-    assert [each.name for each in evaluated.report] == ["report.md", "report.html", "comparison.png"]
+    assert [each.name for each in evaluated.report] == ["report.md", "report.html", "report.json", "comparison.png"]
     for each in evaluated.report:
         assert await rig.objects.hash(each.uri) == each.sha256
         assert each.uri.startswith(f"s3://{s3_settings.bucket_models}/digits/ra/evaluation/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef
-from contracts.predictions import Predictions, PredictionsInfo, PredictionsWriter
 from contracts.spec.training import Evaluation
-from services.evaluation.core.gate import Verdict, gate, metric_value
-from services.evaluation.core.report import Comparison, count_confusion, html, markdown, parse_predictions
+from services.evaluation.core.comparison import ModelPicture, PredictionComparison
+from services.evaluation.core.gate import Criteria, Evidence, Verdict, judge, metric_value
+from services.evaluation.core.report import Comparison, markdown, parse_predictions
+from services.evaluation.core.report_page import render_page
 from services.evaluation.core.state import State, Version
 from services.evaluation.plot import comparison_png
 
@@ -28,6 +28,12 @@ def wanted(metric: str = "accuracy", mode: Any = "max", **fields: Any) -> Evalua
 
 
 Metrics = dict[str, float]
+
+
+def gate(evaluation: Evaluation, candidate: Metrics, champion: Metrics | None, champion_run_id: str = "") -> Verdict:
+    return judge(Criteria(evaluation), Evidence(candidate, champion, champion_run_id))
+
+
 GATE: dict[str, tuple[Evaluation, Metrics, Metrics | None, bool, str]] = {
     "no champion": (wanted(), {"accuracy": 0.5}, None, True, "accuracy 0.5; the model had no champion"),
     "no champion, above threshold": (wanted(threshold=0.9), {"accuracy": 0.91}, None, True, "passes the threshold 0.9"),
@@ -118,27 +124,6 @@ def test_predictions(case: str) -> None:
     assert parse_predictions(b"\xff{") is None
 
 
-#: Columns and classes -> names and counts of the confusion matrix.
-CONFUSIONS: dict[str, tuple[dict[str, Any], tuple[str, ...], Any]] = {
-    "numbers": ({"target": [0, 1, 1], "prediction": [0, 1, 0]}, ("a", "b"), (("a", "b"), ((1, 0), (1, 1)))),
-    "names": ({"target": ["b", "a"], "prediction": ["b", "b"]}, (), (("a", "b"), ((0, 1), (0, 1)))),
-    "beyond the classes": ({"target": [2], "prediction": [0]}, ("a",), (("a", "2"), ((0, 0), (1, 0)))),
-    "numbers of a regression": ({"target": [0.5], "prediction": [0.25]}, (), None),
-    "scores alone": ({"score": [0.5]}, (), None),
-    "too many classes": ({"target": list(range(51)), "prediction": list(range(51))}, (), None),
-}
-
-
-@pytest.mark.parametrize("case", CONFUSIONS)
-def test_confusion(case: str, tmp_path: Path) -> None:
-    columns, classes, expected = CONFUSIONS[case]
-    path = tmp_path / "predictions.parquet"
-    with PredictionsWriter(path, PredictionsInfo(classes=classes)) as writer:
-        writer.write({"id": [str(number) for number in range(len(next(iter(columns.values()))))], **columns})
-    found = count_confusion(Predictions(path))
-    assert (None if found is None else (found.classes, found.counts)) == expected
-
-
 @pytest.mark.parametrize("champion", [{}, {"test/loss": 0.2, "test/accuracy": 0.9}])
 @pytest.mark.parametrize("candidate", [{}, {"test/loss": 0.1, "test/accuracy": 0.95, "other": math.nan}])
 def test_a_report_says_the_numbers_and_is_the_same_each_time(candidate: Metrics, champion: Metrics) -> None:
@@ -147,17 +132,19 @@ def test_a_report_says_the_numbers_and_is_the_same_each_time(candidate: Metrics,
         run_id="r1",
         model="digits",
         dataset_id=None,
-        wanted=wanted(threshold=0.9),
+        criteria=Criteria(wanted(threshold=0.9)),
         candidate=candidate,
         champion=champion,
         champion_label="v1 (r0)" if champion else "",
         verdict=Verdict(True, "accuracy 0.95: better"),
-        confusion=parse_predictions(b'{"labels": [0, 1], "predictions": [0, 0], "classes": ["a", "b"]}'),
+        predictions=PredictionComparison(
+            ModelPicture(2, parse_predictions(b'{"labels": [0, 1], "predictions": [0, 0], "classes": ["a", "b"]}'))
+        ),
     )
     png = comparison_png(comparison)
     assert png.startswith(b"\x89PNG")
     assert png == comparison_png(comparison)
-    text, page = markdown(comparison), html(comparison, png)
+    text, page = markdown(comparison), render_page(comparison)
     assert "accuracy 0.95: better" in text
     assert "digits &lt;cnn&gt;" in page
     assert "<cnn>" not in page

@@ -13,15 +13,16 @@ from pydantic import ValidationError
 from contracts import subjects
 from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunNotPromoted, RunPromoted
+from contracts.events.run import Artifact, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.events.train import TrainRequested
+from contracts.predictions import PREDICTIONS_FILE
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.base import Mode
 from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from contracts.spec.training import EvaluationTarget
-from services.evaluation.core.gate import Verdict, gate, metric_value
+from services.evaluation.core.gate import Criteria, Verdict, metric_value
 from services.evaluation.core.state import Candidate, Outcome, State, Version
 
 #: An evaluation is short and a candidate waits for it: it goes before trainings of its run's own priority.
@@ -43,21 +44,25 @@ class RequestEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Write the report and publish ``evaluated``."""
+class JudgeCandidate:
+    """Judge the candidate by the gates; publish the report and ``evaluated`` if that is not done, else the result."""
 
+    criteria: Criteria
+    #: Version of the model's configuration that the criteria are of.
+    configuration: int
     evaluation_run_id: str
     outcome: Outcome
     champion: Version | None
-    champion_metrics: dict[str, float]
-    verdict: Verdict
+    champion_metrics: dict[str, float] | None
+    #: Of the champion's evaluation on this dataset, where its facts are known.
+    champion_outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ConcludeCandidate:
     """Publish this fact, if ``sequence`` is (still) the last one of the model's promotions."""
 
-    fact: ModelPromoted | RunPromoted | RunNotPromoted
+    fact: ModelPromoted | RunPromoted | RunNotPromoted | RunPromotionPending
     #: None: the fact depends on nothing that may change.
     sequence: int | None = None
 
@@ -66,7 +71,7 @@ class ConcludeCandidate:
         return subjects.fact("model", self.fact.model, ModelPromoted.fact)
 
 
-Step = RequestEvaluation | Report | ConcludeCandidate
+Step = RequestEvaluation | JudgeCandidate | ConcludeCandidate
 
 
 class UnmeasurableError(Exception):
@@ -100,11 +105,22 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     outcome, steps = _measure(state, source, own)
     if outcome is not None and outcome.error:
         return [_refuse(candidate, f"its evaluation {run_id_for(source, own_event)} {outcome.error}")]
+    settings = state.settings_of(spec.model)
+    criteria = Criteria(spec.evaluation, settings.gates)
     champion_metrics: dict[str, float] | None = None
+    champion_outcome: Outcome | None = None
     if champion is not None:
         fact = champion.fact
-        if fact.dataset_id == candidate.dataset_id and metric_value(fact.metrics, spec.evaluation.metric) is not None:
-            champion_metrics = fact.metrics
+        known = state.outcomes.get(run_id_for(source, f"evaluate/{fact.run_id}"))
+        lacks_pairs = (
+            criteria.needs_pairs
+            and outcome is not None
+            and find_predictions(outcome) is not None
+            and (known is None or find_predictions(known) is None)
+        )
+        is_measured = metric_value(fact.metrics, spec.evaluation.metric) is not None
+        if fact.dataset_id == candidate.dataset_id and is_measured and not lacks_pairs:
+            champion_metrics, champion_outcome = fact.metrics, known
         else:
             event_id = f"evaluate/{fact.run_id}/{candidate.dataset_id or 'none'}"
             request = replace(own, event_id=event_id, target_run_id=fact.run_id, checkpoint_uri=fact.checkpoint_uri)
@@ -117,26 +133,61 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
                     "publish promote.requested to promote this run all the same"
                 )
                 return [_refuse(candidate, reason, champion)]
-            champion_metrics = measured.metrics if measured else None
+            champion_metrics, champion_outcome = (measured.metrics, measured) if measured else (None, None)
     if outcome is None or (champion is not None and champion_metrics is None):
         return steps
-    # 3. Both are measured: report, then decide.
-    verdict = gate(spec.evaluation, outcome.metrics, champion_metrics, champion.fact.run_id if champion else "")
-    if not candidate.evaluated:
-        return [Report(run_id_for(source, own_event), outcome, champion, champion_metrics or {}, verdict)]
+    # 3. Both are measured: judge them.
+    evaluation_run_id = run_id_for(source, own_event)
+    configuration = settings.configuration
+    return [
+        JudgeCandidate(
+            criteria, configuration, evaluation_run_id, outcome, champion, champion_metrics, champion_outcome
+        )
+    ]
+
+
+def has_recorded_verdict(step: JudgeCandidate, candidate: Candidate) -> bool:
+    """Return whether ``evaluated`` holds the gates' verdicts against this champion, under this configuration."""
+    recorded = candidate.evaluated
+    return (
+        recorded is not None
+        and bool(recorded.gates)
+        and recorded.configuration == step.configuration
+        and recorded.champion_version == (step.champion.version if step.champion else None)
+    )
+
+
+def conclude_candidate(step: JudgeCandidate, candidate: Candidate, verdict: Verdict) -> ConcludeCandidate | None:
+    """Return what to publish about a judged candidate; None if it waits for somebody and that is published."""
+    model, champion = candidate.spec.model, step.champion
+    assert model is not None
+    assert candidate.checkpoint is not None
+    if verdict.awaits is not None:
+        if verdict.awaits in candidate.awaited:
+            return None
+        pending = RunPromotionPending(
+            run_id=candidate.run_id, model=model, awaits=verdict.awaits, reason=verdict.reason, gates=verdict.gates
+        )
+        return ConcludeCandidate(pending)
     if not verdict.promote:
-        return [_refuse(candidate, verdict.reason, champion)]
+        refusal = RunNotPromoted(run_id=candidate.run_id, model=model, reason=verdict.reason, gates=verdict.gates)
+        return ConcludeCandidate(refusal, champion.sequence if champion else None)
     promotion = ModelPromoted(
-        model=spec.model,
+        model=model,
         version=next_version(champion),
-        run_id=run_id,
+        run_id=candidate.run_id,
         checkpoint_uri=candidate.checkpoint.uri,
         dataset_id=candidate.dataset_id,
-        metrics=outcome.metrics,
+        metrics=step.outcome.metrics,
         previous_run_id=champion.fact.run_id if champion else None,
         reason=verdict.reason,
     )
-    return [ConcludeCandidate(promotion, champion.sequence if champion else 0)]
+    return ConcludeCandidate(promotion, champion.sequence if champion else 0)
+
+
+def find_predictions(outcome: Outcome) -> Artifact | None:
+    """Return the predictions that an evaluation kept."""
+    return next((each for each in outcome.artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS_FILE), None)
 
 
 def run_promoted(version: Version) -> RunPromoted:

@@ -1,40 +1,36 @@
-"""What a comparison report shows: a table of metrics, the verdict, and where mistakes are made."""
+"""What a comparison report shows: a table of metrics, the gates' verdicts, and where mistakes are made. Pure."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.predictions import PREDICTION, TARGET, Predictions
-from contracts.spec.training import Evaluation
-from services.evaluation.core.gate import Verdict, metric_value
+from contracts.texts import format_bytes
+from services.evaluation.core.comparison import (
+    MAX_CLASSES,
+    Confusion,
+    ModelPicture,
+    PredictionComparison,
+)
+from services.evaluation.core.footprint import Footprint
+from services.evaluation.core.gate import Criteria, Verdict, metric_value
 
-#: More classes than this make a confusion matrix unreadable.
-MAX_CLASSES = 50
 MISSING = "–"
+#: Of the layout of ``report.json``.
+JSON_VERSION = 1
+OUTCOMES = {True: "passed", False: "failed", None: "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
-class Confusion:
-    """How often each class (row) was taken for each (column)."""
+class SampleContent:
+    """A sample as a report shows it: an image as a ``data:`` address, or text."""
 
-    classes: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
-
-    @property
-    def total(self) -> int:
-        return sum(map(sum, self.counts))
-
-    @property
-    def correct(self) -> int:
-        return sum(row[n] for n, row in enumerate(self.counts))
+    image: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +41,30 @@ class Comparison:
     run_id: str
     model: str
     dataset_id: str | None
-    wanted: Evaluation
+    criteria: Criteria
     candidate: dict[str, float]
     champion: dict[str, float]
     champion_label: str
     verdict: Verdict
-    confusion: Confusion | None = None
+    predictions: PredictionComparison | None = None
     #: The checkpoint that was measured, as it was committed; None if nothing is known of it.
     committed: CheckpointCommitted | None = None
+    candidate_footprint: Footprint = field(default_factory=Footprint)
+    champion_footprint: Footprint = field(default_factory=Footprint)
+    #: Content of the samples among the worst regressions, by key.
+    samples: dict[str, SampleContent] = field(default_factory=dict)
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """The candidate's."""
+        return self.predictions.candidate.confusion if self.predictions else None
 
     @property
     def gate_metric(self) -> str:
         """The name under which the metric that decides was measured."""
-        value = metric_value(self.candidate, self.wanted.metric)
-        named = [self.wanted.metric, f"test/{self.wanted.metric}", *sorted(self.candidate)]
+        wanted = self.criteria.evaluation.metric
+        value = metric_value(self.candidate, wanted)
+        named = [wanted, f"test/{wanted}", *sorted(self.candidate)]
         return next((name for name in named if value is not None and self.candidate.get(name) == value), "")
 
     @property
@@ -66,6 +72,31 @@ class Comparison:
         """Every metric, the one that decides first."""
         names = sorted({*self.candidate, *self.champion})
         return sorted(names, key=lambda name: name != self.gate_metric)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of the deciding metric's difference, as the metric counts."""
+        found = self.predictions
+        if found is None or found.difference is None or not found.is_of_metric:
+            return None
+        low, high = found.difference.low, found.difference.high
+        return (low, high) if self.criteria.sign > 0 else (-high, -low)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a word or two."""
+        if self.verdict.promote:
+            return "promote"
+        return f"awaiting {self.verdict.awaits}" if self.verdict.awaits else "do not promote"
+
+
+def confusion_of_json(content: bytes) -> PredictionComparison | None:
+    """Count ``{"labels": [...], "predictions": [...], "classes": [...]}``; None if it is nothing of the kind.
+
+    Labels and predictions are class numbers or class names.
+    """
+    confusion = parse_predictions(content)
+    return PredictionComparison(ModelPicture(confusion.total, confusion)) if confusion else None
 
 
 def parse_predictions(content: bytes) -> Confusion | None:
@@ -91,31 +122,9 @@ def parse_predictions(content: bytes) -> Confusion | None:
     return Confusion(classes, tuple(map(tuple, counts)))
 
 
-def count_confusion(predictions: Predictions) -> Confusion | None:
-    """Count the predictions of a classification; None for another kind, or for too many classes.
-
-    Raises:
-        PredictionsError: a value is not what its column may hold.
-    """
-    if not {TARGET, PREDICTION} <= set(predictions.columns):
-        return None
-    counts: Counter[tuple[Any, Any]] = Counter()
-    for batch in predictions.batches((TARGET, PREDICTION)):
-        counts.update(zip(batch.column(TARGET).to_pylist(), batch.column(PREDICTION).to_pylist(), strict=True))
-        if any(isinstance(value, float) for value in next(iter(counts))) or len(counts) > MAX_CLASSES**2:
-            return None
-    found = {value for pair in counts for value in pair}
-    named = dict(enumerate(predictions.info.classes)) if all(isinstance(value, int) for value in found) else {}
-    values = sorted(found | set(named))
-    if not 0 < len(values) <= MAX_CLASSES:
-        return None
-    classes = tuple(named.get(value, str(value)) for value in values)
-    return Confusion(classes, tuple(tuple(counts[true, said] for said in values) for true in values))
-
-
 def markdown(comparison: Comparison) -> str:
     """The report as a table that reads well as plain text."""
-    header, rows = _table(comparison)
+    header, rows = metric_table(comparison)
     widths = [max(len(line[n]) for line in (header, *rows)) for n in range(4)]
 
     def line(cells: tuple[str, ...]) -> str:
@@ -125,55 +134,53 @@ def markdown(comparison: Comparison) -> str:
     rule = f"| {'-' * widths[0]} | " + " | ".join(f"{'-' * (width - 1)}:" for width in widths[1:]) + " |"
     return "\n".join(
         [
-            f"# {_title(comparison)}",
+            f"# {title(comparison)}",
             "",
-            *(f"- {label}: {text}" for label, text in _facts(comparison)),
+            *(f"- {label}: {text}" for label, text in facts(comparison)),
             "",
             line(header),
             rule,
             *map(line, rows),
             "",
+            "## Gates",
+            "",
+            *(f"- {gate.name}: {OUTCOMES[gate.passed]}. {gate.words}" for gate in comparison.verdict.gates),
+            *_slices_text(comparison.predictions),
+            "",
         ]
     )
 
 
-def html(comparison: Comparison, plot_png: bytes) -> str:
-    """The same report as one page, with the plot inside."""
-    header, rows = _table(comparison)
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in _facts(comparison))
-    image = base64.b64encode(plot_png).decode()
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f"<title>{escape(_title(comparison))}</title><style>{STYLE}</style>"
-        f"<h1>{escape(_title(comparison))}</h1><dl>{facts}</dl>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f'<img alt="candidate and champion compared" src="data:image/png;base64,{image}"></html>\n'
-    )
+def _slices_text(found: PredictionComparison | None) -> list[str]:
+    """Return the slices that lose most, as lines of text."""
+    losing = [each for each in found.slices if each.difference and each.difference.mean < 0] if found else []
+    if not losing:
+        return []
+    losing.sort(key=lambda each: each.difference.mean if each.difference else 0.0)
+    lines = [
+        f"- {each.column}={each.value}: {each.difference.mean:+.4g} ({each.samples:,} samples)"
+        for each in losing[:10]
+        if each.difference
+    ]
+    return ["", "## Slices that are worse than the champion's", "", *lines]
 
 
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
-    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem}dt{color:#57606a}dd{margin:0}"
-    "table{border-collapse:collapse;margin:1.5rem 0}th,td{padding:.35rem .9rem;border-bottom:1px solid #d0d7de}"
-    "td:not(:first-child),th:not(:first-child){text-align:right;font-variant-numeric:tabular-nums}img{max-width:100%}"
-)
+def title(comparison: Comparison) -> str:
+    """Return the name of the run with its verdict."""
+    return f"{comparison.name}: {comparison.headline}"[:200]
 
 
-def _title(comparison: Comparison) -> str:
-    return f"{comparison.name}: {'better' if comparison.verdict.promote else 'not better'} than the gate asks for"[:200]
-
-
-def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    wanted = comparison.wanted
-    threshold = f", at least {wanted.threshold:g}" if wanted.threshold is not None else ""
-    if wanted.threshold is not None and wanted.mode == "min":
-        threshold = f", at most {wanted.threshold:g}"
+def facts(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return what was compared and decided, in pairs of label and text."""
+    wanted, criteria = comparison.criteria.evaluation, comparison.criteria
+    threshold = f", at least {criteria.threshold:g}" if criteria.threshold is not None else ""
+    if criteria.threshold is not None and wanted.mode == "min":
+        threshold = f", at most {criteria.threshold:g}"
+    sure = f" with {criteria.gates.confidence:g} confidence" if criteria.gates.confidence else ""
     return [
-        ("Verdict", "promote" if comparison.verdict.promote else "do not promote"),
+        ("Verdict", comparison.headline),
         ("Reason", comparison.verdict.reason),
-        ("Gate", f"{wanted.metric} ({wanted.mode}), improvement {wanted.min_improvement:g}{threshold}"),
+        ("Gate", f"{wanted.metric} ({wanted.mode}), improvement {criteria.min_improvement:g}{sure}{threshold}"),
         ("Model", comparison.model),
         ("Run", comparison.run_id),
         ("Champion", comparison.champion_label or "none"),
@@ -194,7 +201,70 @@ def _state(committed: CheckpointCommitted | None) -> list[tuple[str, str]]:
     return [*found, ("State digest", committed.state_digest)] if committed.state_digest else found
 
 
-def _table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def footprint_table(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Return what both models take: (what, candidate, champion), as far as it is known of the candidate or champion."""
+    own, other = comparison.candidate_footprint, comparison.champion_footprint
+    rows = [
+        ("Latency", *(_of(each.latency_ms, lambda ms: f"{ms:.3g} ms") for each in (own, other))),
+        ("Weights", *(_of(each.size_bytes, format_bytes) for each in (own, other))),
+        ("Cost of training", *(_of(each.slot_hours, lambda hours: f"{hours:.3g} slot-hours") for each in (own, other))),
+    ]
+    return [(what, one, two) for what, one, two in rows if (one, two) != (MISSING, MISSING)]
+
+
+def _of(value: float | None, form: Any) -> str:
+    return MISSING if value is None else str(form(value))
+
+
+def to_json(comparison: Comparison) -> bytes:
+    """Return the report as JSON, for programs and the terminal; without the content of samples."""
+    verdict, found = comparison.verdict, comparison.predictions
+    content = {
+        "version": JSON_VERSION,
+        "run_id": comparison.run_id,
+        "name": comparison.name,
+        "model": comparison.model,
+        "champion": comparison.champion_label,
+        "dataset_id": comparison.dataset_id,
+        "verdict": comparison.headline,
+        "reason": verdict.reason,
+        "gates": [gate.model_dump(mode="json") for gate in verdict.gates],
+        "metric": comparison.gate_metric,
+        "interval": comparison.interval,
+        "metrics": [
+            {"name": name, "candidate": comparison.candidate.get(name), "champion": comparison.champion.get(name)}
+            for name in comparison.names
+        ],
+        "paired": found.difference if found else None,
+        "paired_problem": found.problem if found else "the evaluation kept no predictions",
+        "slices": found.slices if found else (),
+        "regressions": found.regressions if found else (),
+        "calibration_error": {
+            "candidate": _calibration_error(found.candidate if found else None),
+            "champion": _calibration_error(found.champion if found else None),
+        },
+        "footprint": {"candidate": comparison.candidate_footprint, "champion": comparison.champion_footprint},
+    }
+    return json.dumps(_plain(content), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _calibration_error(picture: ModelPicture | None) -> float | None:
+    return picture.calibration.error if picture and picture.calibration else None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: no dataclasses, no NaN."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def metric_table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return header and rows: every metric of both models."""
     header = ("metric (test)", "candidate", "champion", "difference")
     return header, [
         (name, *_cells(comparison.candidate.get(name), comparison.champion.get(name))) for name in comparison.names
@@ -203,11 +273,12 @@ def _table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...
 
 def _cells(candidate: float | None, champion: float | None) -> tuple[str, str, str]:
     both = candidate is not None and champion is not None
-    difference = _number((candidate or 0) - (champion or 0), "+.5g") if both else MISSING
-    return _number(candidate), _number(champion), difference
+    difference = format_number((candidate or 0) - (champion or 0), "+.5g") if both else MISSING
+    return format_number(candidate), format_number(champion), difference
 
 
-def _number(value: float | None, form: str = ".5g") -> str:
+def format_number(value: float | None, form: str = ".5g") -> str:
+    """Return a number in few digits; a dash for none."""
     return MISSING if value is None or math.isnan(value) else format(value, form)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.base import Event
 from contracts.envelope import Envelope
-from contracts.events.model import ModelPromoted
+from contracts.events.model import ModelApproved, ModelConfigured, ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import (
     Artifact,
     CheckpointRef,
@@ -19,10 +19,11 @@ from contracts.events.run import (
     RunNotPromoted,
     RunPrepared,
     RunPromoted,
+    RunPromotionPending,
     RunRejected,
 )
 from contracts.spec.run import RunSpec
-from contracts.state.model import champion_of, rollback_target
+from contracts.state.model import ModelSettings, champion_of, rollback_target
 from contracts.state.run import RunStates
 
 #: The facts that ``State.apply`` folds.
@@ -36,8 +37,14 @@ FOLDED: tuple[type[Event], ...] = (
     RunEvaluated,
     RunPromoted,
     RunNotPromoted,
+    RunPromotionPending,
     ModelPromoted,
+    ModelConfigured,
+    ModelApproved,
+    ModelStaged,
 )
+#: The tag of a run that trains another one's request again (``trainbus reproduce``), with that run.
+REPRODUCES = "reproduces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ class Candidate:
     checkpoint: CheckpointRef | None = None
     #: The envelope of its ``completed``: what everything done about it goes back to. None: it still trains.
     completed: Envelope | None = None
-    evaluated: bool = False
+    evaluated: RunEvaluated | None = None
+    #: What it was published to wait for.
+    awaited: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +94,15 @@ class State:
 
     runs: RunStates = field(default_factory=RunStates)
     open: dict[str, Candidate] = field(default_factory=dict)
-    #: Runs of kind evaluate that the scheduler has accepted.
-    evaluations: set[str] = field(default_factory=set)
+    #: Runs of kind evaluate that the scheduler has accepted, and the run that each measures.
+    evaluations: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     models: dict[str, list[Version]] = field(default_factory=dict)
+    settings: dict[str, ModelSettings] = field(default_factory=dict)
+    #: Run -> the runs that train its request again.
+    reproductions: dict[str, list[str]] = field(default_factory=dict)
+    #: Requests about models that are answered, by their event ids.
+    answered: set[str] = field(default_factory=set)
 
     def apply(self, event: Event, envelope: Envelope, sequence: int) -> None:
         """Fold one fact. Every fact must come once, in stream order; those that do not count change nothing."""
@@ -97,7 +111,9 @@ class State:
         match event:
             case RunAccepted(spec=spec, run_id=run_id):
                 if spec.kind == "evaluate":
-                    self.evaluations.add(run_id)
+                    self.evaluations[run_id] = spec.evaluate.run_id if spec.evaluate else ""
+                elif (original := spec.tags.get(REPRODUCES)) is not None:
+                    self.reproductions.setdefault(original, []).append(run_id)
                 elif spec.evaluation is not None and spec.model is not None:
                     self.open.setdefault(run_id, Candidate(run_id, spec))
             case RunPrepared():
@@ -113,12 +129,22 @@ class State:
                 # A rejected run was never accepted, so it is unknown here whether it was an evaluation.
                 self.outcomes[event.run_id] = Outcome(error=f"was rejected: {event.reason[:500]}")
             case RunEvaluated():
-                self._change(event.run_id, evaluated=True)
+                self._change(event.run_id, evaluated=event)
+            case RunPromotionPending():
+                if (candidate := self.open.get(event.run_id)) is not None:
+                    self._change(event.run_id, awaited=candidate.awaited | {event.awaits})
             case RunPromoted() | RunNotPromoted():
                 self.open.pop(event.run_id, None)
             case ModelPromoted():
                 version = Version(event, sequence, envelope.causation_id)
                 self.models.setdefault(event.model, []).append(version)
+            case ModelFact():
+                self.settings_of(event.model).apply(event)
+                self.answered.add(envelope.causation_id)
+
+    def settings_of(self, model: str) -> ModelSettings:
+        """What people have set for a model."""
+        return self.settings.setdefault(model, ModelSettings())
 
     def champion(self, model: str) -> Version | None:
         """The version that counts now."""

@@ -32,6 +32,7 @@ from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.core.state.cluster import Run
 from services.scheduler.leader import CyclePacer, Leader
+from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.queries import Forecast, serve_queries
 
 #: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
@@ -44,8 +45,8 @@ log = structlog.get_logger(__name__)
 class SchedulerSettings(Settings):
     """The scheduler's own settings. What is set besides the policy takes the place of the policy's own value."""
 
-    #: A policy's name, or a file with one (TOML or JSON): see ``services/scheduler/policies``.
-    policy: str = policies.DEFAULT
+    #: A policy's name, or a file with one (TOML or JSON): see ``services/scheduler/policies``. None: the one in force.
+    policy: str | None = None
     #: A run grows only after it has had its slots, and no slot has changed hands, for this time.
     resize_interval_s: float | None = Field(None, ge=0)
     #: What it costs to restart a run: seconds until it trains again on its new slots.
@@ -71,15 +72,16 @@ _PARTS = {
 }
 
 
-def policy_of(settings: SchedulerSettings) -> Policy:
-    """The policy that the settings name, with what they say besides.
+def policy_of(settings: SchedulerSettings) -> PolicyInForce:
+    """Return the policy that the settings name, with what they say besides; without one, that of the log.
 
     Raises:
         policies.PolicyError: there is no such policy, or it is not valid.
     """
     values = {name: getattr(settings, name) for name in _PARTS}
     changes = [f"{_PARTS[name]}.{name}={value}" for name, value in values.items() if value is not None]
-    return policies.with_settings(settings.policy, changes)
+    given = None if settings.policy is None else policies.with_settings(settings.policy, changes)
+    return PolicyInForce(given, changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +104,18 @@ def assemble(
     """Make a scheduler out of its parts. With a clock and a pace of its own it lives in a simulation."""
     own = SchedulerSettings.of(settings)
     service = Service("scheduler", own, clock)
-    policy = policy or policy_of(own)
     cache = ClusterCache(service.bus, virtual=clock is not None)
-    leader = Leader(service.bus, cache, policy, own, pace)
+    in_force = policy_of(own) if policy is None else PolicyInForce(policy)
+    leader = Leader(service.bus, cache, in_force, own, pace)
     Requests(service, cache).register()
     service.add_background_task(cache.follow)
     service.add_background_task(cache.keep_time)
     service.add_background_task(leader.lead)
     service.add_background_task(leader.watch_nodes)
     service.add_background_task(CapacityPublisher(service.bus, cache, leader).run)
-    forecast = Forecast(service.bus, cache, policy)
+    forecast = Forecast(leader)
     service.add_background_task(forecast.run)
-    service.add_resource(serve_queries(service.bus, cache, leader, policy, forecast))
+    service.add_resource(serve_queries(leader, forecast))
     service.add_readiness_check("folded", lambda: cache.caught_up.is_set())
     return Scheduler(service, cache, leader)
 

@@ -32,6 +32,7 @@ from services.scheduler.core.decisions import (
 )
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.publisher import PendingFact, Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
 
@@ -65,9 +66,9 @@ class Leader:
     """Decides while it holds the lease."""
 
     def __init__(
-        self, bus: Bus, cache: ClusterCache, policy: Policy, settings: Settings, pace: CyclePacer | None = None
+        self, bus: Bus, cache: ClusterCache, in_force: PolicyInForce, settings: Settings, pace: CyclePacer | None = None
     ) -> None:
-        self.bus, self.cache, self.policy = bus, cache, policy
+        self.bus, self.cache, self._in_force = bus, cache, in_force
         self.pace = pace
         self._publisher = Publisher(bus, lambda: self.leads)
         self._taker = SnapshotTaker(settings)
@@ -84,6 +85,11 @@ class Leader:
     @property
     def leads(self) -> bool:
         return self._lease is not None and self._lease.is_held
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy that this instance decides by; known once the log is folded."""
+        return self._in_force.choose(self.cache.cluster)
 
     @property
     def reachable_since(self) -> datetime:
@@ -157,10 +163,10 @@ class Leader:
     def _decide(self, cluster: Cluster) -> tuple[list[PendingFact], int, datetime | None, float]:
         """Decide on the cluster as it is; runs in a thread. The facts are made here, before the cluster changes."""
         started, now, reachable_since = time.perf_counter(), self.cache.now(), self.reachable_since
-        quarantined, left_over = cluster.quarantined, self._left_over
-        made = run_cycle(cluster, now, self.policy, reachable_since, left_over=left_over)
+        quarantined, left_over, policy = cluster.quarantined, self._left_over, self.policy
+        made = run_cycle(cluster, now, policy, reachable_since, left_over=left_over)
         self._left_over = made.left_over
-        record = decision_record(cluster, now, self.policy, reachable_since, left_over)
+        record = decision_record(cluster, now, policy, reachable_since, left_over)
         pending = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, record)
         if cluster.quarantined != quarantined:
             log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))
@@ -170,12 +176,11 @@ class Leader:
         """Publish the policy before the first decision, if the last leader had another one."""
         while self.leads:
             cluster = self.cache.cluster
-            if cluster.policy is not None and cluster.policy.digest == self.policy.digest:
+            policy = self.policy
+            if cluster.policy is not None and cluster.policy.digest == policy.digest:
                 return
             last = cluster.policy_sequence
-            adopted = PolicyAdopted(
-                digest=self.policy.digest, policy=self.policy, instance=self._instance, after_sequence=last
-            )
+            adopted = PolicyAdopted(digest=policy.digest, policy=policy, instance=self._instance, after_sequence=last)
             try:
                 ack = await self.bus.publish(adopted, expected=ExpectedSequence(last, PolicyAdopted.subject_filter()))
             except Conflict:
@@ -183,7 +188,7 @@ class Leader:
             except TransientError as error:
                 log.warning("policy not published, trying again", error=str(error))
             else:
-                log.info("policy adopted", policy=self.policy.name, digest=self.policy.digest)
+                log.info("policy adopted", policy=policy.name, digest=policy.digest)
                 await self.cache.wait_for_sequence(ack.sequence)
                 return
 

@@ -13,10 +13,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from contracts import subjects
-from contracts.scheduling import Policy
-from services.kit.bus import Bus
 from services.scheduler.child_process import ChildError
-from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import reasons
 from services.scheduler.core.explain.estimate import Estimate, Estimator
 from services.scheduler.core.explain.why import answer
@@ -33,8 +30,8 @@ FORECAST_SHARE = 0.002
 class Forecast:
     """The newest estimates. They are shown and never decided on, so each instance has its own."""
 
-    def __init__(self, bus: Bus, cache: ClusterCache, policy: Policy) -> None:
-        self.bus, self.cache, self.policy = bus, cache, policy
+    def __init__(self, leader: Leader) -> None:
+        self.cache, self._leader = leader.cache, leader
         self._estimator = Estimator()
         self._found: dict[str, Estimate] = {}
 
@@ -48,7 +45,7 @@ class Forecast:
     async def refresh(self) -> float:
         """Compute the estimates; return the seconds it took."""
         started = time.perf_counter()
-        self._found = await self.cache.compute(self._estimator.estimates, self.policy, self.cache.now())
+        self._found = await self.cache.compute(self._estimator.estimates, self._leader.policy, self.cache.now())
         return time.perf_counter() - started
 
     def of(self, run_id: str, room_at: datetime | None = None) -> dict[str, Any]:
@@ -63,10 +60,9 @@ class Forecast:
 
 
 @asynccontextmanager
-async def serve_queries(
-    bus: Bus, cache: ClusterCache, leader: Leader, policy: Policy, forecast: Forecast
-) -> AsyncIterator[None]:
+async def serve_queries(leader: Leader, forecast: Forecast) -> AsyncIterator[None]:
     """Answer ``why`` and ``state`` inside the block."""
+    bus, cache = leader.bus, leader.cache
 
     async def why(message: Msg) -> None:
         await message.respond(_json(await _why(message.data)))
@@ -80,7 +76,7 @@ async def serve_queries(
             return quarantined
         try:
             # It tries many changes of the request: in a process of its own, so that no cycle waits for it.
-            found = await cache.compute_in_child(answer, run_id, cache.now(), policy)
+            found = await cache.compute_in_child(answer, run_id, cache.now(), leader.policy)
         except ChildError as error:
             return {"state": "unknown", "code": "failed", "message": f"the answer could not be computed: {error}"}
         room_at = datetime.fromisoformat(found["room_at"]) if "room_at" in found else None
@@ -91,7 +87,7 @@ async def serve_queries(
         summary = await cache.compute(reasons.summary)
         summary["quarantine"] = describe_quarantine(cache.cluster)
         summary["queue"] = [run | forecast.of(run["run_id"]) for run in summary["queue"]]
-        await message.respond(_json({**leads, "policy": policy.name, **summary}))
+        await message.respond(_json({**leads, "policy": leader.policy.name, **summary}))
 
     endpoints = {subjects.service("scheduler", "why"): why, subjects.service("scheduler", "state"): state}
     for subject, callback in endpoints.items():

@@ -93,16 +93,18 @@ def test_a_start_without_a_policy_keeps_the_one_in_force(tmp_path: Path) -> None
     file = tmp_path / "team.toml"
     file.write_text('name = "team"\n[order]\nskip = true\n')
     assert write_policy(StackOptions(tmp_path)) == ({}, False)
-    write_policy(StackOptions(tmp_path, policy=str(file)))
+    assert write_policy(StackOptions(tmp_path, policy=str(file)))[0].keys() == {"TRAINBUS_POLICY"}
     file.unlink()
-    settings, _ = write_policy(StackOptions(tmp_path))
-    assert settings
+    # The scheduler itself keeps the policy that its log has.
+    assert write_policy(StackOptions(tmp_path)) == ({}, False)
     assert policy_name(tmp_path) == "team"
-    _, scales = write_policy(StackOptions(tmp_path, autoscale=("burst=2",)))
+    settings, scales = write_policy(StackOptions(tmp_path, autoscale=("burst=2",)))
+    assert settings
     assert scales
     assert policy_name(tmp_path) == "team"
     # The pool of an earlier start is changed, not doubled; it stays without the option.
     assert write_policy(StackOptions(tmp_path, autoscale=("burst=3",)))[1]
-    assert write_policy(StackOptions(tmp_path))[1]
-    assert write_policy(StackOptions(tmp_path, policy="default")) == ({}, False)
+    assert write_policy(StackOptions(tmp_path)) == ({}, True)
+    settings, scales = write_policy(StackOptions(tmp_path, policy="default"))
+    assert (settings["TRAINBUS_POLICY"], scales) == ("default", False)
     assert policy_name(tmp_path) == "default"

@@ -7,7 +7,7 @@ Everything of one stack is under its data folder::
     ports.json     the ports, which stay the same at the next start
     logs/          one file per service
     nats/ s3/ mlflow/ gateway/ node-0/ ...
-    policy.json    the scheduler's policy, if it is not the default one
+    policy.json    the policy that was given last; the one in force is in the log
     autoscaler/nodes/  a file for each node that the autoscaler wants
 """
 
@@ -216,7 +216,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         "TRAINBUS_S3_SECRET_KEY": secret_key,
         **{f"TRAINBUS_BUCKET_{name.upper()}": name for name in BUCKETS},
     }
-    scheduler_settings, scales = (_policy_settings(data), False) if running else write_policy(options)
+    scheduler_settings, scales = ({}, False) if running else write_policy(options)
     gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
     extra = {
         "tracking": {
@@ -225,7 +225,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
         # Ranks are forked from a warm process beside their data, so a restart takes about a second.
-        "scheduler": scheduler_settings if "TRAINBUS_POLICY" in scheduler_settings else {"TRAINBUS_RESUME_COST_S": "1"},
+        "scheduler": scheduler_settings or {"TRAINBUS_RESUME_COST_S": "1"},
         # Data in the folder where the stack was started can be a source: file:///...
         "ingestion": {SOURCE_FOLDERS: inherited.get(SOURCE_FOLDERS) or json.dumps([str(Path.cwd())])},
     }
@@ -247,11 +247,6 @@ def policy_file(data_dir: Path) -> Path:
     return data_dir / "policy.json"
 
 
-def _policy_settings(data: Path) -> dict[str, str]:
-    path = policy_file(data)
-    return {"TRAINBUS_POLICY": str(path)} if path.exists() else {}
-
-
 def policy_name(data_dir: Path) -> str:
     """Return the name of the policy that the scheduler starts with."""
     path = policy_file(data_dir.resolve())
@@ -259,15 +254,17 @@ def policy_name(data_dir: Path) -> str:
 
 
 def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
-    """Write the scheduler's policy file; return the scheduler's settings, and whether nodes start and stop with demand.
+    """Return the scheduler's settings, and whether nodes start and stop with demand.
 
-    Without a policy in the options, the file of the last start stays: quotas must not vanish with a restart.
+    Without a policy in the options there are none: the scheduler keeps the policy that its log has. The file says what
+    was given last: whether an autoscaler is needed, and what ``--autoscale`` adds its pools to.
 
     Raises:
         InvalidOptionsError: there is no such policy, or the policy or a pool is not valid.
     """
     path = policy_file(options.data_dir.resolve())
-    if options.policy is None and not path.exists() and not options.autoscale:
+    is_given = options.policy is not None or bool(options.autoscale) or options.idle_s is not None
+    if not is_given and not path.exists():
         return {}, False
     # Imported here: the scheduler's modules take a moment to load.
     from contracts.scheduling import Policy
@@ -275,7 +272,7 @@ def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
 
     if options.policy == policies.DEFAULT and not options.autoscale:
         path.unlink(missing_ok=True)
-        return {}, False
+        return {"TRAINBUS_POLICY": policies.DEFAULT, "TRAINBUS_RESUME_COST_S": "1"}, False
     try:
         base = options.policy or (str(path) if path.exists() else policies.DEFAULT)
         policy = policies.load(base).model_dump(mode="json")
@@ -290,7 +287,8 @@ def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
     if any(pool.name == "node" for pool in checked.pools.pools):
         raise InvalidOptionsError("a pool must not be called node: its nodes would have the names of the stack's own")
     write_json(path, checked.model_dump(mode="json"))
-    return _policy_settings(path.parent), any(pool.max_nodes for pool in checked.pools.pools)
+    settings = {"TRAINBUS_POLICY": str(path)} if is_given else {}
+    return settings, any(pool.max_nodes for pool in checked.pools.pools)
 
 
 def _parse_pool(text: str, slots: int) -> dict[str, object]:

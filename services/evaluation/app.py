@@ -344,7 +344,7 @@ class Evaluator:
         """Set a model's gates, once for each request. Open candidates are judged by them."""
         request = received.event
 
-        async def make() -> ModelConfigured:
+        async def make_fact() -> ModelConfigured:
             current = self._state.settings_of(request.model).configuration
             if request.replaces is not None and request.replaces != current:
                 raise PoisonMessage(
@@ -359,13 +359,13 @@ class Evaluator:
                 user=request.user,
             )
 
-        await self._record(received, make)
+        await self._record(received, make_fact)
 
     async def on_approve_requested(self, received: Message[ApproveRequested]) -> None:
         """Record that a person approves or declines a candidate; the first answer stands."""
         request = received.event
 
-        async def make() -> ModelApproved:
+        async def make_fact() -> ModelApproved:
             candidate = self._state.open.get(request.run_id)
             if candidate is None or candidate.spec.model != request.model:
                 raise PoisonMessage(
@@ -390,13 +390,13 @@ class Evaluator:
                 user=request.user,
             )
 
-        await self._record(received, make)
+        await self._record(received, make_fact)
 
     async def on_stage_requested(self, received: Message[StageRequested]) -> None:
         """Let an alias name a version of a model, or remove it, once for each request."""
         request = received.event
 
-        async def make() -> ModelStaged:
+        async def make_fact() -> ModelStaged:
             history = self._state.models.get(request.model, [])
             version = next((each for each in history if each.version == request.version), None)
             if request.version is not None and version is None:
@@ -418,7 +418,7 @@ class Evaluator:
                 user=request.user,
             )
 
-        await self._record(received, make)
+        await self._record(received, make_fact)
 
     async def _record(self, received: Message[Any], make: Callable[[], Awaitable[ModelFact]]) -> None:
         """Publish the fact that a request about a model leads to, once; then judge the candidates again."""

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is the best. Pure: retention, the clients and the gateway choose alike."""
+"""Which of a run's checkpoints is the best. Pure: retention, evaluation, the clients and the gateway choose alike."""
 
 from __future__ import annotations
 
@@ -60,3 +60,12 @@ def find_best(spec: RunFields | None, checkpoints: Sequence[C]) -> C | None:
     """Return the best of the checkpoints; None if they have no metric that the request names."""
     metric = find_ranking_metric(spec, checkpoints)
     return None if metric is None else rank_checkpoints(checkpoints, metric)[0]
+
+
+def find_judged(spec: RunFields | None, checkpoints: Sequence[C]) -> C | None:
+    """Return the checkpoint that stands for a run's result: it is measured, compared and promoted.
+
+    None where that is the final one, which need not be among ``checkpoints``.
+    """
+    choice = spec.evaluation.checkpoint if spec is not None and spec.evaluation is not None else None
+    return None if choice == "final" else find_best(spec, checkpoints)

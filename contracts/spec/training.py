@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from contracts.base import ObjectUri, Token
 from contracts.spec.base import Metric, Mode, SpecPart
+from contracts.spec.resources import Slots
 
 
 class EarlyStopping(SpecPart):
@@ -138,6 +139,14 @@ class Evaluation(SpecPart):
     min_improvement: float = 0.0
     #: What a candidate must reach, also without a champion.
     threshold: float | None = None
+    #: Which checkpoint is measured, compared and promoted: the last one, or the best by ``retention.metric``. None: the
+    #: best where checkpoints have that metric, else the last.
+    checkpoint: Literal["best", "final"] | None = None
+    #: Slots of the evaluation run. None: one; as many as the training has where its model is sharded over them.
+    slots: Slots | None = None
+    #: What measures the checkpoint of a script (``command``), with it in TRAINBUS_RESUME_DIR: it writes
+    #: ``metrics.json`` and, if it can, ``predictions.parquet`` into TRAINBUS_OUTPUT_DIR.
+    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
 
 
 class EvaluationTarget(SpecPart):

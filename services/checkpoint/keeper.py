@@ -12,7 +12,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, 
 from contracts.events.run import RunAccepted, RunFact, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
-from services.checkpoint.core.retention import HOLDING, Holds, pinned_uris, plan
+from services.checkpoint.core.retention import HOLDING, Holds, judged_uris, pinned_uris, plan
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.store.objects import ObjectStore
 
@@ -64,7 +64,8 @@ class Keeper:
         await self._read_holds()
         fence = await self._bus.get_last_sequence(pins_subject)
         pins = pinned_uris(await read_facts(self._bus, placed.run_id, CheckpointPinned)) if fence else set()
-        for deletion in plan(committed, gone, placed.spec.retention, self._holds.uris | pins):
+        held = self._holds.uris | pins | judged_uris(placed.spec, committed, gone)
+        for deletion in plan(committed, gone, placed.spec.retention, held):
             fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
             try:
                 await self._bus.publish(fact, cause, expected=ExpectedSequence(fence, pins_subject))

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import structlog
 
 from contracts import subjects, topology
+from contracts.best_checkpoint import find_judged
 from contracts.envelope import Envelope
-from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.model import ModelApproved, ModelConfigured, ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import (
     Artifact,
@@ -32,6 +33,7 @@ from contracts.events.train import (
     StageRequested,
     TrainRequested,
 )
+from contracts.spec.run import RunSpec
 from services.evaluation import metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
@@ -305,7 +307,7 @@ class Evaluator:
     # -- requests of an operator --------------------------------------------
 
     async def on_promote_requested(self, received: Message[PromoteRequested]) -> None:
-        """Make the run's final checkpoint the champion, once for each request."""
+        """Make the run's checkpoint that is judged (``find_judged``) the champion, once for each request."""
         request = received.event
         await self._by_request(received, request.model, lambda champion: self._promotion(request, champion))
 
@@ -449,20 +451,31 @@ class Evaluator:
         if completed is None or completed.checkpoint is None:
             state = "has not completed" if completed is None else "has no committed checkpoint"
             raise PoisonMessage(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
-        await self._require_intact(completed.checkpoint.uri, run_id)
         evaluated = await self._read_last(run_id, RunEvaluated)
+        uri = self._state.measured.get(evaluated.evaluation_run_id) if evaluated else None
+        uri = uri or await self._find_judged(accepted.spec, run_id) or completed.checkpoint.uri
+        await self._require_intact(uri, run_id)
         prepared = await self._read_last(run_id, RunPrepared)
         return ModelPromoted(
             model=request.model,
             version=next_version(champion),
             run_id=run_id,
-            checkpoint_uri=completed.checkpoint.uri,
+            checkpoint_uri=uri,
             dataset_id=prepared.dataset_id if prepared else None,
             # Never its training metrics: a candidate to come would be compared with those.
             metrics=evaluated.metrics if evaluated else {},
             previous_run_id=champion.fact.run_id if champion else None,
             reason=request.reason,
         )
+
+    async def _find_judged(self, spec: RunSpec, run_id: str) -> str | None:
+        """Return the checkpoint that would be measured of a run; None: its final one."""
+        subjects_read = [subjects.fact("run", run_id, fact.fact) for fact in (CheckpointCommitted, CheckpointDeleted)]
+        history = [received.event for received in await self._bus.read_history(*subjects_read)]
+        deleted = {event.uri for event in history if isinstance(event, CheckpointDeleted)}
+        committed = [event for event in history if isinstance(event, CheckpointCommitted)]
+        judged = find_judged(spec, [each for each in committed if each.checkpoint.uri not in deleted])
+        return None if judged is None else judged.checkpoint.uri
 
     async def _rollback(self, request: RollbackRequested, champion: Version | None) -> ModelPromoted:
         before = self._state.before_champion(request.model)

@@ -57,20 +57,19 @@ class EvidenceReader:
         settings = state.settings_of(candidate.spec.model or "")
         evidence = Evidence(step.outcome.metrics, approval=settings.approvals.get(candidate.run_id))
         if step.criteria.gates.reproduced:
-            reproduced = await self._find_reproduction(state, candidate)
+            reproduced = await self._find_reproduction(state, candidate, step.checkpoint_uri)
             evidence = replace(evidence, reproduced=reproduced)
         return evidence
 
     async def read_all(self, state: State, step: JudgeCandidate, candidate: Candidate) -> Findings:
         """Return everything that the gates and the report need."""
-        assert candidate.checkpoint is not None
         people = await self.read_people(state, step, candidate)
-        own = await self._footprint(candidate.run_id, candidate.checkpoint.uri, step.outcome)
+        own = await self._footprint(candidate.run_id, step.checkpoint_uri, step.outcome)
         other = Footprint()
         if step.champion is not None:
             fact = step.champion.fact
             other = await self._footprint(fact.run_id, fact.checkpoint_uri, step.champion_outcome or Outcome())
-        committed = await self._find_commit(candidate.run_id, candidate.checkpoint.uri)
+        committed = await self._find_commit(candidate.run_id, step.checkpoint_uri)
         evidence = replace(
             people,
             champion=step.champion_metrics,
@@ -169,17 +168,16 @@ class EvidenceReader:
         except (ObjectNotFound, ValueError, json.JSONDecodeError):
             return None
 
-    async def _find_reproduction(self, state: State, candidate: Candidate) -> bool | None:
+    async def _find_reproduction(self, state: State, candidate: Candidate, uri: str) -> bool | None:
         """Return whether a second training reached the state of the candidate's checkpoint; None: none has yet."""
-        assert candidate.checkpoint is not None
-        own = await self._find_commit(candidate.run_id, candidate.checkpoint.uri)
+        own = await self._find_commit(candidate.run_id, uri)
         if own is None or own.state_digest is None:
             return None
         reached: list[bool] = []
         for run_id in state.reproductions.get(candidate.run_id, ()):
             for each in await self._bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact)):
                 commit = each.event
-                if commit.checkpoint.step == candidate.checkpoint.step and commit.state_digest is not None:
+                if commit.checkpoint.step == own.checkpoint.step and commit.state_digest is not None:
                     reached.append(commit.state_digest == own.state_digest)
         return None if not reached else all(reached)
 

@@ -15,12 +15,12 @@ from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, Che
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
 from contracts.spec.run import RunSpec
-from contracts.spec.training import EvaluationTarget, Retention
+from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
 from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
-from services.checkpoint.core.retention import Holds, pinned_uris, plan
+from services.checkpoint.core.retention import Holds, judged_uris, pinned_uris, plan
 from services.kit import chunks
 from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged, tuned
 
@@ -188,6 +188,19 @@ RETENTION: dict[str, tuple[list[float | None], Retention, dict[str, Any], list[i
 def test_retention(case: str) -> None:
     losses, retention, options, gone = RETENTION[case]
     assert steps_deleted(losses, retention, **options) == gone
+
+
+@pytest.mark.parametrize(("choice", "kept"), [(None, {10}), ("best", {10}), ("final", set())])
+def test_what_evaluation_would_measure_stays_however_few_are_kept(choice: Any, kept: set[int]) -> None:
+    spec = RunSpec(name="r", command=["x"], model="m", evaluation=Evaluation(metric="m", mode="max", checkpoint=choice))
+    commits = [committed(10, 0.1), committed(20, 0.2), committed(30, 0.3)]
+    found = judged_uris(spec, commits, set())
+    assert found == {each.checkpoint.uri for each in commits if each.checkpoint.step in kept}
+    gone = {each.step for each in plan(commits, set(), Retention(last=1, best=0), found)}
+    assert gone == {10} - kept
+    # Without it the next best is judged.
+    assert judged_uris(spec, commits, {commits[0].checkpoint.uri}) == ({commits[1].checkpoint.uri} if kept else set())
+    assert judged_uris(RunSpec(name="r", command=["x"]), commits, set()) == set()
 
 
 @given(

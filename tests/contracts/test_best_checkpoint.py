@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contracts.best_checkpoint import RankingMetric, find_best, find_ranking_metric, rank_checkpoints
+from contracts.best_checkpoint import RankingMetric, find_best, find_judged, find_ranking_metric, rank_checkpoints
 from contracts.spec.run import RunSpec
 
 
@@ -38,3 +38,29 @@ def test_the_metric_of_the_evaluation_is_the_second_choice(metrics: dict[str, fl
     found = find_ranking_metric(evaluated, [Checkpoint(1, metrics)])
     assert (found.name if found else None) == name
     assert find_best(None, [Checkpoint(1, metrics)]) is None
+
+
+#: ``evaluation.checkpoint``, the losses of three checkpoints -> the number of the one that is judged; None: the final.
+JUDGED: dict[str, tuple[str | None, list[float | None], int | None]] = {
+    "the best where one was measured": (None, [0.4, 0.2, 0.3], 1),
+    "the final one where none was": (None, [None, None, None], None),
+    "the best": ("best", [0.4, 0.2, 0.3], 1),
+    "the final one": ("final", [0.4, 0.2, 0.3], None),
+    "one was not measured": (None, [0.4, 0.3, None], 1),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_the_checkpoint_that_is_judged(case: str) -> None:
+    choice, losses, expected = JUDGED[case]
+    known = [
+        Checkpoint(step, {} if loss is None else {"validation/loss": loss}) for step, loss in enumerate(losses, start=1)
+    ]
+    evaluated = spec(model="m", evaluation={"metric": "accuracy", "mode": "max", "checkpoint": choice})
+    assert find_judged(evaluated, known) == (None if expected is None else known[expected])
+
+
+def test_a_run_without_evaluation_is_judged_by_its_best() -> None:
+    known = [Checkpoint(1, {"validation/loss": 0.1}), Checkpoint(2, {"validation/loss": 0.2})]
+    assert find_judged(spec(), known) == known[0]
+    assert find_judged(None, known) is None

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from contracts.base import Fact, Request, run_id_for
 from contracts.envelope import Envelope
-from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import (
     Artifact,
@@ -365,6 +365,67 @@ async def test_a_manifest_that_is_not_the_committed_one_is_never_promoted(rig: R
     assert "is not the one that was committed" in refused.reason
     with pytest.raises(PoisonMessage, match="is not the one that was committed"):
         await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="rbent"), "p"))
+
+
+async def commit(rig: Rig, run_id: str, step: int, loss: float | None) -> CheckpointRef:
+    """Commit a checkpoint of a run; its manifest is in the store."""
+    uri = f"s3://{rig.settings.bucket_models}/digits/{run_id}/checkpoints/epoch_1/step_{step:08d}.g1.json"
+    checkpoint = CheckpointRef(uri=uri, step=step, epoch=1, samples_consumed=step)
+    await rig.objects.put(uri, b"{}")
+    metrics = {} if loss is None else {"validation/loss": loss}
+    await rig.publish(
+        CheckpointCommitted(run_id=run_id, generation=1, checkpoint=checkpoint, size_bytes=2, metrics=metrics)
+    )
+    return checkpoint
+
+
+async def accepted(rig: Rig, run_id: str, **fields: Any) -> None:
+    spec = RunSpec(name="digits", experiment="digits", command=["x"], model="m", **fields)
+    await rig.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+    await rig.publish(RunPrepared(run_id=run_id, dataset_id=D1, manifest_uri="s3://datasets/x", train_samples=1))
+
+
+#: ``evaluation.checkpoint`` -> the step that is measured and promoted of a run that overfits after step 20.
+@pytest.mark.parametrize(("choice", "step"), [(None, 20), ("best", 20), ("final", 40)])
+async def test_the_checkpoint_that_was_asked_for_is_measured_and_promoted(rig: Rig, choice: Any, step: int) -> None:
+    await accepted(rig, "ra", evaluation=Evaluation(metric="accuracy", mode="max", checkpoint=choice))
+    refs = [await commit(rig, "ra", at, loss) for at, loss in ((10, 0.9), (20, 0.3), (30, 0.5), (40, 0.8))]
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="ra", generation=1, checkpoint=refs[-1])))
+    request = (await rig.requests())[evaluation_id("ra")]
+    expected = next(ref.uri for ref in refs if ref.step == step)
+    assert request.evaluate is not None
+    assert request.evaluate.checkpoint_uri == request.resume_from == expected
+    assert (request.evaluate.metric, request.evaluate.mode) == ("accuracy", "max")
+    ended = await rig.measured(evaluation_id("ra"), 0.9)
+    # Whatever retention does meanwhile, what was measured is what is promoted.
+    await rig.publish(CheckpointDeleted(run_id="ra", uri=refs[0].uri, step=10, reason="not the best"))
+    await rig.restarted().on_run_ended(ended)
+    [promoted] = await rig.facts("model.m.promoted")
+    assert promoted.checkpoint_uri == expected
+    [evaluated] = await rig.facts("run.ra.evaluated")
+    report = next(each for each in evaluated.report if each.name == "report.md")
+    assert f"Checkpoint: step {step}" in (await rig.objects.get(report.uri)).decode()
+
+
+async def test_the_best_checkpoint_of_a_run_without_a_measured_one_is_not_promoted(rig: Rig) -> None:
+    await accepted(rig, "ra", evaluation=Evaluation(metric="accuracy", mode="max", checkpoint="best"))
+    ref = await commit(rig, "ra", 10, None)
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="ra", generation=1, checkpoint=ref)))
+    [refused] = await rig.facts("run.ra.not_promoted")
+    assert (
+        "no checkpoint of the run was measured by validation/loss or accuracy: set retention.metric" in refused.reason
+    )
+    assert await rig.requests() == {}
+
+
+async def test_an_operator_promotes_the_best_that_retention_has_left(rig: Rig) -> None:
+    await accepted(rig, "ra")
+    refs = [await commit(rig, "ra", at, loss) for at, loss in ((10, 0.1), (20, 0.3), (30, 0.5))]
+    await rig.publish(CheckpointDeleted(run_id="ra", uri=refs[0].uri, step=10, reason="by hand"))
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="ra", generation=1, checkpoint=refs[-1])))
+    await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="ra"), "p1"))
+    [promoted] = await rig.facts("model.m.promoted")
+    assert promoted.checkpoint_uri == refs[1].uri
 
 
 BAD_REQUESTS: dict[str, tuple[Request, str]] = {

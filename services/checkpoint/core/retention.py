@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from contracts.base import Event
-from contracts.best_checkpoint import RankingMetric, rank_checkpoints
+from contracts.best_checkpoint import RankingMetric, find_judged, rank_checkpoints
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
+from contracts.spec.run import RunSpec
 from contracts.spec.training import Retention
 from contracts.state.run import RunStates
 
@@ -57,6 +58,14 @@ def plan(
 def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[CheckpointCommitted]:
     """The best K by metric; of equals the newer. What has no such number is not ranked."""
     return rank_checkpoints(commits, RankingMetric(retention.metric, retention.mode))[: retention.best]
+
+
+def judged_uris(spec: RunSpec, committed: Sequence[CheckpointCommitted], deleted: Collection[str]) -> set[str]:
+    """Return the checkpoint that evaluation would measure: it stays, however few ``retention`` keeps."""
+    if spec.evaluation is None:
+        return set()
+    judged = find_judged(spec, [commit for commit in committed if commit.checkpoint.uri not in deleted])
+    return set() if judged is None else {judged.checkpoint.uri}
 
 
 def pinned_uris(facts: Iterable[CheckpointPinned]) -> set[str]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from contracts import subjects
 from contracts.base import run_id_for
+from contracts.best_checkpoint import find_judged, ranking_metrics
 from contracts.events.model import ModelPromoted
 from contracts.events.run import Artifact, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.events.train import TrainRequested
@@ -54,6 +55,8 @@ class JudgeCandidate:
     outcome: Outcome
     champion: Version | None
     champion_metrics: dict[str, float] | None
+    #: What was measured.
+    checkpoint_uri: str
     #: Of the champion's evaluation on this dataset, where its facts are known.
     champion_outcome: Outcome | None = None
 
@@ -93,10 +96,18 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     # 2. Measure it; measure the champion too where its numbers are of another dataset.
     champion = state.champion(spec.model)
     own_event = f"evaluate/{run_id}"
+    checkpoint_uri = judged_checkpoint(state, candidate, run_id_for(source, own_event))
+    if checkpoint_uri is None:
+        names = " or ".join(metric.name for metric in ranking_metrics(spec))
+        reason = (
+            f"evaluation.checkpoint is 'best', but no checkpoint of the run was measured by {names}: set "
+            "retention.metric to a metric that training validates, or evaluation.checkpoint to 'final'"
+        )
+        return [_refuse(candidate, reason)]
     own = RequestEvaluation(
         own_event,
         run_id,
-        candidate.checkpoint.uri,
+        checkpoint_uri,
         candidate.dataset_id,
         spec.priority,
         spec.evaluation.metric,
@@ -141,7 +152,14 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     configuration = settings.configuration
     return [
         JudgeCandidate(
-            criteria, configuration, evaluation_run_id, outcome, champion, champion_metrics, champion_outcome
+            criteria,
+            configuration,
+            evaluation_run_id,
+            outcome,
+            champion,
+            champion_metrics,
+            checkpoint_uri,
+            champion_outcome,
         )
     ]
 
@@ -161,7 +179,6 @@ def conclude_candidate(step: JudgeCandidate, candidate: Candidate, verdict: Verd
     """Return what to publish about a judged candidate; None if it waits for somebody and that is published."""
     model, champion = candidate.spec.model, step.champion
     assert model is not None
-    assert candidate.checkpoint is not None
     if verdict.awaits is not None:
         if verdict.awaits in candidate.awaited:
             return None
@@ -176,7 +193,7 @@ def conclude_candidate(step: JudgeCandidate, candidate: Candidate, verdict: Verd
         model=model,
         version=next_version(champion),
         run_id=candidate.run_id,
-        checkpoint_uri=candidate.checkpoint.uri,
+        checkpoint_uri=step.checkpoint_uri,
         dataset_id=candidate.dataset_id,
         metrics=step.outcome.metrics,
         previous_run_id=champion.fact.run_id if champion else None,
@@ -188,6 +205,19 @@ def conclude_candidate(step: JudgeCandidate, candidate: Candidate, verdict: Verd
 def find_predictions(outcome: Outcome) -> Artifact | None:
     """Return the predictions that an evaluation kept."""
     return next((each for each in outcome.artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS_FILE), None)
+
+
+def judged_checkpoint(state: State, candidate: Candidate, evaluation_run_id: str) -> str | None:
+    """Return the checkpoint that stands for the candidate; None if it has none of the kind that was asked for.
+
+    Once its evaluation is accepted that is what it measures, whatever retention deletes meanwhile.
+    """
+    if measured := state.measured.get(evaluation_run_id):
+        return measured
+    if (best := find_judged(candidate.spec, candidate.committed)) is not None:
+        return best.checkpoint.uri
+    wants_best = candidate.spec.evaluation is not None and candidate.spec.evaluation.checkpoint == "best"
+    return None if wants_best or candidate.checkpoint is None else candidate.checkpoint.uri
 
 
 def run_promoted(version: Version) -> RunPromoted:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.base import Event
 from contracts.envelope import Envelope
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.model import ModelApproved, ModelConfigured, ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import (
     Artifact,
@@ -31,6 +32,8 @@ FOLDED: tuple[type[Event], ...] = (
     RunAccepted,
     RunRejected,
     RunPrepared,
+    CheckpointCommitted,
+    CheckpointDeleted,
     RunCompleted,
     RunFailed,
     RunCancelled,
@@ -54,7 +57,10 @@ class Candidate:
     run_id: str
     spec: RunSpec
     dataset_id: str | None = None
+    #: The last one.
     checkpoint: CheckpointRef | None = None
+    #: Those that retention has not deleted, in stream order.
+    committed: tuple[CheckpointCommitted, ...] = ()
     #: The envelope of its ``completed``: what everything done about it goes back to. None: it still trains.
     completed: Envelope | None = None
     evaluated: RunEvaluated | None = None
@@ -96,6 +102,8 @@ class State:
     open: dict[str, Candidate] = field(default_factory=dict)
     #: Runs of kind evaluate that the scheduler has accepted, and the run that each measures.
     evaluations: dict[str, str] = field(default_factory=dict)
+    #: The checkpoint that each of them measures.
+    measured: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     models: dict[str, list[Version]] = field(default_factory=dict)
     settings: dict[str, ModelSettings] = field(default_factory=dict)
@@ -112,6 +120,8 @@ class State:
             case RunAccepted(spec=spec, run_id=run_id):
                 if spec.kind == "evaluate":
                     self.evaluations[run_id] = spec.evaluate.run_id if spec.evaluate else ""
+                    if spec.evaluate is not None:
+                        self.measured[run_id] = spec.evaluate.checkpoint_uri
                 elif (original := spec.tags.get(REPRODUCES)) is not None:
                     self.reproductions.setdefault(original, []).append(run_id)
                 elif spec.evaluation is not None and spec.model is not None:
@@ -121,6 +131,8 @@ class State:
             case RunCompleted():
                 self._change(event.run_id, checkpoint=event.checkpoint, completed=envelope)
                 self._record_outcome(event.run_id, Outcome(dict(event.metrics), event.artifacts))
+            case CheckpointCommitted() | CheckpointDeleted():
+                self._change_checkpoints(event)
             case RunFailed() | RunCancelled():
                 self.open.pop(event.run_id, None)
                 verb = "failed" if isinstance(event, RunFailed) else "was cancelled"
@@ -157,6 +169,14 @@ class State:
     def _change(self, run_id: str, **fields: object) -> None:
         if (candidate := self.open.get(run_id)) is not None:
             self.open[run_id] = replace(candidate, **fields)  # type: ignore[arg-type]
+
+    def _change_checkpoints(self, event: CheckpointCommitted | CheckpointDeleted) -> None:
+        if (candidate := self.open.get(event.run_id)) is None:
+            return
+        uri = event.uri if isinstance(event, CheckpointDeleted) else event.checkpoint.uri
+        others = tuple(each for each in candidate.committed if each.checkpoint.uri != uri)
+        added = (event,) if isinstance(event, CheckpointCommitted) else ()
+        self._change(event.run_id, committed=(*others, *added))
 
     def _record_outcome(self, run_id: str, outcome: Outcome) -> None:
         if run_id in self.evaluations:

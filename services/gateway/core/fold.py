@@ -46,6 +46,9 @@ ADDED_FIELDS = (
     "packages",
     "evaluate.metric",
     "evaluate.mode",
+    "evaluation.checkpoint",
+    "evaluation.slots",
+    "evaluation.command",
 )
 #: Fields of ``run.evaluated`` that came after v0.1.0.
 ADDED_EVALUATION_FIELDS = ("gates", "champion_version", "configuration")

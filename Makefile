@@ -11,8 +11,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
 DEEPSPEED := .venv/.deepspeed
 INTEGRATIONS := .venv/.integrations
+BROWSER := .venv/.browser
 
-.PHONY: run check test fuzz lint install deepspeed integrations lock up clean help
+.PHONY: run check test fuzz lint install deepspeed integrations browser lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +25,7 @@ run: $(INSTALLED)
 up: $(INSTALLED)
 	@$(BIN)/trainbus up
 
-test: $(INSTALLED) $(DEEPSPEED) $(INTEGRATIONS)
+test: $(INSTALLED) $(DEEPSPEED) $(INTEGRATIONS) $(BROWSER)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint
@@ -45,6 +46,7 @@ lint: $(INSTALLED)
 install: $(INSTALLED)
 deepspeed: $(DEEPSPEED)
 integrations: $(INTEGRATIONS)
+browser: $(BROWSER)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -63,6 +65,11 @@ $(INTEGRATIONS): $(INSTALLED) requirements-integrations.lock
 	$(PIP) install --quiet -r requirements-integrations.lock
 	@touch $@
 
+# It drives a Chromium of the system: `apt-get install chromium`, or `.venv/bin/playwright install chromium`.
+$(BROWSER): $(INSTALLED) requirements-browser.lock
+	$(PIP) install --quiet -r requirements-browser.lock
+	@touch $@
+
 # The newest versions that pyproject.toml allows, in an environment of their own; then the lock files from them.
 lock:
 	rm -rf build/lock
@@ -71,6 +78,7 @@ lock:
 	build/lock/bin/python -m pip install --quiet -e .[all,dev]
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build/lock/bin/python -m pip install --quiet --no-build-isolation -e .[deepspeed]
 	build/lock/bin/python -m pip install --quiet -e .[integrations]
+	build/lock/bin/python -m pip install --quiet -e .[browser]
 	build/lock/bin/python .ci/lock.py
 	rm -rf build/lock
 

@@ -66,7 +66,7 @@ def main() -> None:
     write(root / "requirements.lock", "Everything that trainbus and its tests need.", main_pins)
     # The servers of the embedded stack run in containers of their own there.
     write(root / "requirements-image.lock", "What services and workers in containers need.", closure([*BUILD, *run]))
-    for extra in ("deepspeed", "integrations"):
+    for extra in ("deepspeed", "integrations", "browser"):
         pins = {name: pin for name, pin in closure(extras[extra]).items() if name not in main_pins}
         write(root / f"requirements-{extra}.lock", "The optional extra: on top of requirements.lock.", pins)
 

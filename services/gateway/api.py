@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -217,13 +217,19 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         ] = None,
         limit: Limit = 50,
         cursor: str | None = None,
-        counts: Annotated[bool, Query(description="add how many runs each state, user, team and model has")] = False,
+        kind: Annotated[
+            Literal["train", "evaluate"] | None, Query(description="evaluate: what the platform itself measures")
+        ] = None,
+        evaluates: Annotated[str | None, Query(max_length=200, description="id of the run that is measured")] = None,
+        counts: Annotated[
+            bool, Query(description="add how many runs each state, kind, user, team and model has")
+        ] = False,
     ) -> views.RunPage:
         """Runs, newest first."""
         states = [s for given in state or [] for s in given.split(",") if s]
         if unknown := set(states) - set(STATES):
             raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
-        wanted = queries.RunFilter(tuple(states), user, team, model, name, q, _since_s(since))
+        wanted = queries.RunFilter(tuple(states), user, team, model, name, q, _since_s(since), kind, evaluates)
         page = await queries.list_runs(store, wanted, limit=limit, cursor=cursor)
         return page.model_copy(update={"counts": await queries.count_runs(store, wanted)}) if counts else page
 
@@ -246,7 +252,8 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     async def get_checkpoints(run: str) -> views.Checkpoints:
         """Committed checkpoints, oldest first."""
         row = await find(projection, run)
-        return views.Checkpoints(checkpoints=await queries.checkpoints(store, row["run_id"]))
+        found = await queries.checkpoints(store, row["run_id"])
+        return views.Checkpoints(checkpoints=found, best=queries.find_best_checkpoint(row, found))
 
     @router.get("/training-runs/{run}/why", response_model=views.Why)
     async def get_why(run: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from contracts.best_checkpoint import find_best, find_ranking_metric
+from contracts.spec.run import RunSpec
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
 from services.gateway.core.rows import Checkpoint, Dataset
@@ -21,7 +23,7 @@ Row = Mapping[Any, Any]
 #: Runs named in the answer to an ambiguous prefix.
 MAX_CANDIDATES = 10
 #: What runs are counted by, and how many values of each are named: the most frequent ones.
-COUNTED_COLUMNS = ("state", "user", "team", "model")
+COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
 MAX_COUNTED_VALUES = 100
 SEARCHED_COLUMNS = ("name", "user", "team", "model")
 
@@ -78,10 +80,14 @@ class RunFilter:
     text: str | None = None
     #: Seconds since the epoch: runs requested from then on.
     since_s: float | None = None
+    kind: str | None = None
+    #: The run whose checkpoints the listed runs of kind evaluate measure.
+    evaluates: str | None = None
 
     def conditions(self, without: str = "") -> list[sa.ColumnElement[bool]]:
         """Return the conditions in SQL, but for those on the column ``without``."""
-        exact = {"user": self.user, "team": self.team, "model": self.model}
+        names = ("user", "team", "model", "kind", "evaluates")
+        exact = {name: getattr(self, name) for name in names}
         found = [RUNS.c[column] == value for column, value in exact.items() if value and column != without]
         if self.states and without != "state":
             found.append(RUNS.c.state.in_(self.states))
@@ -129,7 +135,9 @@ async def count_runs(store: Store, wanted: RunFilter) -> dict[str, dict[str, int
 async def run_detail(store: Store, row: Row) -> views.RunDetail:
     """Everything about a run, with its timeline."""
     facts = await run_facts(store, row["run_id"])
-    return views.RunDetail.model_validate({**views.run_fields(row), "timeline": [fact.model_dump() for fact in facts]})
+    best = find_best_checkpoint(row, await checkpoints(store, row["run_id"]))
+    timeline = [fact.model_dump() for fact in facts]
+    return views.RunDetail.model_validate({**views.run_fields(row), "best_checkpoint": best, "timeline": timeline})
 
 
 async def run_facts(store: Store, run_id: str, after: int = 0) -> list[views.Fact]:
@@ -165,17 +173,43 @@ async def checkpoints(store: Store, run_id: str) -> list[Checkpoint]:
     return [Checkpoint(**row) for row in await store.fetch(query)]
 
 
+def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpoint | None:
+    """Return the best of a run's checkpoints that are not deleted; None if none has a metric that the run names."""
+    if row["spec"] is None:
+        return None
+    spec, present = RunSpec.model_validate(row["spec"]), [each for each in found if each.deleted_at is None]
+    best, metric = find_best(spec, present), find_ranking_metric(spec, present)
+    if best is None or metric is None:
+        return None
+    value = best.metrics[metric.name]
+    return views.BestCheckpoint(
+        uri=best.uri, step=best.step, epoch=best.epoch, metric=metric.name, mode=metric.mode, value=value
+    )
+
+
 async def nodes(store: Store) -> list[views.Node]:
     """Every node that ever joined, with what it runs now."""
     #: Node -> run -> slots that the run holds there.
     used: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    names: dict[str, str] = {}
     for run in await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))):
         for member in run["members"]:
             if not member["released"]:
                 used[member["node_id"]][run["run_id"]] = len(member["slots"])
+                names[run["run_id"]] = run["name"]
     rows = await store.fetch(sa.select(NODES).order_by(NODES.c.node_id))
     held = ((row, used[row["node_id"]]) for row in rows)
-    return [views.Node.model_validate({**row, "used": sum(runs.values()), "runs": sorted(runs)}) for row, runs in held]
+    return [
+        views.Node.model_validate(
+            {
+                **row,
+                "used": sum(runs.values()),
+                "runs": sorted(runs),
+                "run_names": {run_id: names[run_id] for run_id in sorted(runs)},
+            }
+        )
+        for row, runs in held
+    ]
 
 
 async def datasets(store: Store, limit: int) -> list[Dataset]:

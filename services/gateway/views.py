@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from contracts.main_metric import choose_main_metric
 from contracts.state.run import TERMINAL_STATES
 from services.gateway.core import rows
 
@@ -130,6 +131,25 @@ class LastCheckpoint(View):
     committed_at: Time | None = None
 
 
+class BestCheckpoint(View):
+    """The checkpoint that is the best by the metric that the request names."""
+
+    uri: str
+    step: int
+    epoch: int
+    metric: str
+    #: min or max: what is better.
+    mode: str
+    value: float
+
+
+class MainMetric(View):
+    """The one metric that a list shows of a run."""
+
+    name: str
+    value: float
+
+
 class RunSummary(View):
     """A run as it stands."""
 
@@ -149,6 +169,8 @@ class RunSummary(View):
     model: str | None
     model_version: int | None
     parent_run_id: str | None
+    #: For a run of kind evaluate: the run whose checkpoint it measures.
+    evaluates: str | None = None
     slots: Slots
     generation: int
     #: Placements after the first.
@@ -163,6 +185,8 @@ class RunSummary(View):
     reported_at: Time | None
     #: Newest value of each metric; a completed run's own results last.
     metrics: dict[str, float]
+    #: Of the evaluation if there is one, else of the training; None before there is any.
+    main_metric: MainMetric | None = None
     last_checkpoint: LastCheckpoint | None
     dataset_id: str | None
     reason: str | None
@@ -185,7 +209,7 @@ class RunPage(View):
 
     runs: list[RunSummary]
     next_cursor: str | None = None
-    #: With ``counts=true``: column (state, user, team, model) -> value -> how many runs have it.
+    #: With ``counts=true``: column (state, kind, user, team, model) -> value -> how many runs have it.
     counts: dict[str, dict[str, int]] | None = None
 
 
@@ -209,6 +233,8 @@ class RunDetail(RunSummary):
     starts: list[dict[str, Any]]
     problems: list[Problem]
     evaluation: dict[str, Any] | None
+    #: None if no checkpoint has a metric that the request names.
+    best_checkpoint: BestCheckpoint | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
     timeline: list[TimelineEntry]
@@ -271,6 +297,8 @@ class Logs(View):
 
 class Checkpoints(View):
     checkpoints: list[rows.Checkpoint]
+    #: The best of those that are not deleted.
+    best: BestCheckpoint | None = None
 
 
 class RunFile(View):
@@ -321,6 +349,8 @@ class Node(View):
     machine_digest: str
     #: Runs that hold slots here.
     runs: list[str]
+    #: Run -> its name.
+    run_names: dict[str, str] = {}
 
 
 class About(View):
@@ -349,6 +379,8 @@ class Models(View):
 
 def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
     """A ``runs`` row in the shape of ``RunSummary``."""
+    metrics, evaluation = {**(row["latest"] or {}), **row["metrics"]}, row["evaluation"] or {}
+    wanted = (row["spec"] or {}).get("evaluation")
     waiting = None
     if row["waiting_message"] is not None and row["state"] == "queued":
         waiting = {"code": row["waiting_code"], "message": row["waiting_message"], "since": row["waiting_since"]}
@@ -361,7 +393,8 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
             "got": row["slots_got"],
             "wanted": row["slots_wanted"],
         },
-        "metrics": {**(row["latest"] or {}), **row["metrics"]},
+        "metrics": metrics,
+        "main_metric": choose_main_metric(metrics, evaluation.get("metrics") or {}, wanted and wanted["metric"]),
         "step": row["step"] or 0,
         "epoch": row["epoch"] or 0,
         "samples_consumed": row["samples_consumed"] or 0,

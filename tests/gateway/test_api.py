@@ -238,6 +238,9 @@ FILTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"state": "queued"}, ["rb1"]),
     ({"state": ["queued", "rejected"]}, ["rb1"]),
     ({"state": "accepted", "user": "bob"}, ["rb2"]),
+    ({"kind": "train"}, ["rb2", "rb1", "ra2", "ra1"]),
+    ({"kind": "evaluate"}, []),
+    ({"evaluates": "ra1"}, []),
     ({"since": "1h"}, ["rb2", "rb1", "ra2", "ra1"]),
     ({"since": "2999-01-01T00:00:00Z"}, []),
     ({"since": "2999-01-01"}, []),
@@ -267,6 +270,7 @@ async def test_counts_of_runs_follow_the_other_filters(gateway: Running, bus: Bu
     everything = (await gateway.get("/training-runs", params={"counts": True, "limit": 1}))["counts"]
     assert everything == {
         "state": {"accepted": 3, "queued": 1},
+        "kind": {"train": 4},
         "user": {"ada": 2, "bob": 2},
         "team": {"vision": 2, "text": 1},
         "model": {"digits": 1, "lm": 1},
@@ -274,6 +278,7 @@ async def test_counts_of_runs_follow_the_other_filters(gateway: Running, bus: Bu
     of_bob = (await gateway.get("/training-runs", params={"counts": True, "user": "bob", "state": "queued"}))["counts"]
     assert of_bob == {
         "state": {"accepted": 1, "queued": 1},
+        "kind": {"train": 1},
         "user": {"bob": 1},
         "team": {"text": 1},
         "model": {"lm": 1},

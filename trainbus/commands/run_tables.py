@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from contracts.main_metric import choose_main_metric
 from contracts.texts import DEFAULT_REASONS, format_duration, plural
 from trainbus.client.address import StackAddress
 from trainbus.client.views import ModelView, NodeView, RunView, TimelineEntry
@@ -86,13 +87,8 @@ def format_slots(view: RunView) -> str:
 
 def format_metric(view: RunView) -> str:
     """Return the metric that matters: of the evaluation if there is one, else the last of the training."""
-    if view.evaluation:
-        name = view.metric if view.metric in view.evaluation else next(iter(view.evaluation))
-        return f"{name} {view.evaluation[name]:.4f}" if name else ""
-    for name in ("validation/accuracy", "accuracy", "validation/loss", "train/loss", "loss"):
-        if name in view.metrics:
-            return f"{name} {view.metrics[name]:.4f}"
-    return next((f"{name} {value:.4g}" for name, value in view.metrics.items()), "")
+    chosen = choose_main_metric(view.metrics, view.evaluation, view.metric)
+    return "" if chosen is None else f"{chosen.name} {chosen.value:.4g}"
 
 
 def find_links(view: RunView, address: StackAddress) -> dict[str, str]:

@@ -214,6 +214,7 @@ SPEC_COLUMNS = ("name", "kind", "experiment", "user", "team", "priority", "model
 def _spec_columns(spec: RunFields) -> dict[str, Any]:
     return {
         **{name: getattr(spec, name) for name in SPEC_COLUMNS},
+        "evaluates": spec.evaluate.run_id if spec.evaluate is not None else None,
         "slots_min": spec.slots.min,
         "slots_max": spec.slots.max,
         "slots_wanted": spec.slots.max,

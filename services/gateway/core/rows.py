@@ -31,6 +31,8 @@ class Run:
     priority: int = 0
     model: str | None = None
     parent_run_id: str | None = None
+    #: For a run of kind evaluate: the run whose checkpoint it measures.
+    evaluates: str | None = None
     spec: dict[str, Any] | None = None
     #: Hash of the request's body: another request under the same idempotency key is refused.
     request_hash: str | None = None

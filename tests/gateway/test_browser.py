@@ -1,0 +1,211 @@
+"""The page in a real browser, wide and on a phone: every view works, nothing is cut off, and no error is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import (
+    Problem,
+    RunAccepted,
+    RunCompleted,
+    RunEvaluated,
+    RunLog,
+    RunPromoted,
+    RunQueued,
+    RunRejected,
+    RunStarted,
+)
+from contracts.spec.training import Evaluation, EvaluationTarget, Retention
+from services.kit.bus import Bus
+from tests.gateway.conftest import RUN, SPEC, Running, life, placed, progress, ref
+
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="playwright is not installed (`make browser`): the page is not opened"
+)
+if TYPE_CHECKING:
+    from playwright.async_api import Page, Route
+
+pytestmark = pytest.mark.shell
+
+#: The first of these that is installed is used, else the browser that playwright itself has downloaded.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+#: What makes an element stand over the edge of a phone without the whole page being wider.
+HIDDEN_BUTTONS = """() => [...document.querySelectorAll("button, a, input, select")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.width && (box.right > innerWidth + 1 || box.left < -1);
+}).map((each) => each.outerHTML)"""
+
+TRAINED = SPEC.model_copy(
+    update={
+        "model": "digits",
+        "params": {"lr": 0.01},
+        "evaluation": Evaluation(metric="test/accuracy", mode="max"),
+        "retention": Retention(metric="validation/accuracy", mode="max"),
+    }
+)
+CHECKPOINT = ref(20)
+MEASURED = SPEC.model_copy(
+    update={
+        "name": "evaluate digits",
+        "kind": "evaluate",
+        "evaluate": EvaluationTarget(run_id=RUN, checkpoint_uri=CHECKPOINT.uri),
+    }
+)
+OTHER = SPEC.model_copy(update={"name": "other", "params": {"lr": 0.1}})
+LOG = RunLog(run_id=RUN, generation=1, rank=0, offset=0, lines=("epoch 1 <b>loss</b> 0.5", "epoch 2 loss 0.4"))
+REJECTION = Problem(field="slotz", message="unknown field: did you mean slots?")
+#: A promoted run with its evaluation, a run that goes on, and requests that were refused.
+FACTS: list[Any] = [
+    *life(spec=TRAINED)[:6],
+    progress(1, range(1, 31)),
+    LOG,
+    CheckpointCommitted(
+        run_id=RUN, generation=1, checkpoint=CHECKPOINT, size_bytes=1000, metrics={"validation/accuracy": 0.97}
+    ),
+    CheckpointCommitted(
+        run_id=RUN, generation=1, checkpoint=ref(30), size_bytes=1000, metrics={"validation/accuracy": 0.9}
+    ),
+    RunCompleted(run_id=RUN, generation=1, checkpoint=ref(30), metrics={"validation/accuracy": 0.9}),
+    RunAccepted(run_id="revaluate", spec=MEASURED, request_id="e2", request_source="test"),
+    RunCompleted(run_id="revaluate", generation=1, metrics={"test/accuracy": 0.96}),
+    RunEvaluated(run_id=RUN, evaluation_run_id="revaluate", metrics={"test/accuracy": 0.96}),
+    RunPromoted(run_id=RUN, model="digits", version=1, reason="no champion yet"),
+    RunAccepted(run_id="rother", spec=OTHER, request_id="e3", request_source="test"),
+    RunQueued(run_id="rother", next_generation=1),
+    placed(1, "n1", run_id="rother"),
+    RunStarted(run_id="rother", generation=1, node_id="n1"),
+    progress(1, range(1, 11), run_id="rother"),
+    *(RunRejected(run_id=f"rbad{i}", name="typo", reason="invalid", problems=(REJECTION,)) for i in range(5)),
+]
+
+
+@asynccontextmanager
+async def open_page(gateway: Running, viewport: dict[str, int]) -> AsyncIterator[Page]:
+    """Yield the gateway's page in a browser; at its end nothing may have been logged as an error."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    async with playwright.async_playwright() as driver:
+        if found is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("there is no Chromium (`apt-get install chromium` or `playwright install chromium`)")
+        browser = await driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        try:
+            page = await browser.new_page(viewport=viewport)
+            page.set_default_timeout(60_000)
+            errors: list[str] = []
+            page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            playwright.expect.set_options(timeout=60_000)
+            yield page
+            assert errors == []
+        finally:
+            await browser.close()
+
+
+def address(gateway: Running, place: str = "") -> str:
+    return f"{gateway.client.base_url}/{place}"
+
+
+async def publish_facts(gateway: Running, bus: Bus) -> None:
+    for fact in FACTS:
+        await bus.publish(fact)
+    await gateway.client.get("/training-runs/none")  # waits until all of the above is in
+
+
+async def listed_names(page: Page) -> list[str]:
+    return await page.locator("#runs .name").all_inner_texts()
+
+
+async def test_connecting_until_the_first_answer(gateway: Running) -> None:
+    async with open_page(gateway, WIDE) as page:
+        answer = asyncio.Event()
+
+        async def hold(route: Route) -> None:
+            await answer.wait()
+            await route.continue_()
+
+        await page.route("**/training-runs?*", hold)
+        await page.goto(address(gateway))
+        await page.get_by_text("Connecting to the gateway").wait_for()
+        answer.set()
+        await page.get_by_text("No runs yet").wait_for()
+
+
+async def test_the_list_has_what_people_asked_for(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    async with open_page(gateway, WIDE) as page:
+        await page.goto(address(gateway))
+        await page.get_by_text("1 evaluation is not shown.").wait_for()
+        assert await listed_names(page) == ["other", "digits"]
+        await page.get_by_text("show evaluations").click()
+        await page.locator("#runs .name", has_text="evaluate digits").wait_for()
+        await page.get_by_text("hide evaluations").click()
+        await page.get_by_text("show rejected requests").click()
+        await page.locator("#runs .name", has_text="typo").first.wait_for()
+        assert await listed_names(page) == ["typo"] * 5
+        await page.locator("#chips .on").click()
+        await page.locator("#q").fill("other")
+        await playwright.expect(page.locator("#runs .name")).to_have_text(["other"])
+        assert "q=other" in page.url
+
+
+async def test_the_views_of_a_run(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    async with open_page(gateway, WIDE) as page:
+        await page.goto(address(gateway))
+        await page.locator("#runs .name a", has_text="digits").click()
+        await page.locator("#detail h2", has_text="digits").wait_for()
+        detail = page.locator("#detail")
+        assert "best: step 20 (validation/accuracy 0.97), last: step 30" in await detail.inner_text()
+        await detail.get_by_text("parameters").click()
+        await detail.get_by_text("params.lr").wait_for()
+        await detail.locator(".tabs").get_by_text("files").click()
+        best = detail.locator("tr", has=page.locator(".best"))
+        await best.wait_for()
+        assert (await best.inner_text()).split()[:2] == ["20", "best"]
+        await detail.get_by_text("logs").click()
+        await page.get_by_text("epoch 1 <b>loss</b> 0.5").wait_for()
+        await page.get_by_placeholder("Lines that contain").fill("epoch 2")
+        await playwright.expect(page.locator("#output")).to_have_text("epoch 2 loss 0.4")
+        await detail.get_by_text("overview").click()
+        await detail.get_by_role("link", name="revaluate").click()
+        await detail.get_by_role("link", name=RUN).wait_for()  # the evaluation leads back to its run
+
+
+async def test_runs_are_compared(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    async with open_page(gateway, WIDE) as page:
+        await page.goto(address(gateway))
+        for name in ("other", "digits"):
+            await page.get_by_label(f"compare {name}").check()
+        await page.locator("#compare").click()
+        await page.get_by_text("2 runs compared").wait_for()
+        row = page.locator("#detail tr", has_text="params.lr")
+        assert (await row.inner_text()).split() == ["params.lr", "0.1", "0.01"]
+        assert await page.locator("#detail .chart .curve").count() == 2
+
+
+async def test_a_phone_shows_all_of_it(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    places = {
+        "": "#runs .name",
+        f"#{RUN}": "#timeline li",
+        f"#{RUN}/parameters": "#body td",
+        f"#{RUN}/files": "#body td.best",
+        f"#{RUN}/logs": "#output",
+        f"#compare/{RUN},rother": "#detail .compared td",
+    }
+    async with open_page(gateway, PHONE) as page:
+        for place, shown in places.items():
+            await page.goto("about:blank")
+            await page.goto(address(gateway, place))
+            await page.locator(shown).first.wait_for()
+            assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], place
+            assert await page.evaluate(HIDDEN_BUTTONS) == [], place

@@ -127,11 +127,11 @@ async def test_connecting_until_the_first_answer(gateway: Running) -> None:
     async with open_page(gateway, WIDE) as page:
         answer = asyncio.Event()
 
-        async def hold(route: Route) -> None:
+        async def hold_route(route: Route) -> None:
             await answer.wait()
             await route.continue_()
 
-        await page.route("**/training-runs?*", hold)
+        await page.route("**/training-runs?*", hold_route)
         await page.goto(address(gateway))
         await page.get_by_text("Connecting to the gateway").wait_for()
         answer.set()

@@ -104,7 +104,8 @@ def fold_events(messages: Iterable[StoredEvent]) -> StackView:
 async def list_runs(connection: Connection, *, include_ended: bool, matching: RunFilter | None = None) -> list[RunView]:
     """Return the runs in the order of their requests: those that have not ended and the newest that have, or all.
 
-    Without ``include_ended``, the evaluations that have ended are left out: their runs have the results. Requests that the scheduler has not answered are among them.
+    Without ``include_ended``, the evaluations that have ended are left out: their runs have the results. Requests that
+    the scheduler has not answered are among the runs.
     """
     requested = await read_requested_runs(connection)
     folded = fold_events(await connection.read(*RUN_FACTS)).runs
@@ -117,9 +118,8 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     if matching is not None:
         views = matching.select(views)
     if not include_ended:
-        newest = {
-            each.run_id for each in [each for each in views if each.ended and each.kind == "train"][-MAX_ENDED_RUNS:]
-        }
+        ended_trainings = [each for each in views if each.ended and each.kind == "train"]
+        newest = {each.run_id for each in ended_trainings[-MAX_ENDED_RUNS:]}
         views = [each for each in views if not each.ended or each.run_id in newest]
     ended = [view for view in views if view.ended]
     measured = [view for view in views if not view.ended] + ended[-MAX_MEASURED_RUNS:]

@@ -172,6 +172,8 @@ class CheckpointLine(TimedLine):
     metrics: FiniteValues = Field(default_factory=dict)
     final: bool = False
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
+    #: ``step`` counts checkpoints: no step is known.
+    step_is_count: bool = False
 
 
 class KeepLine(TimedLine):

@@ -103,6 +103,11 @@ def format_reason(reason: str) -> str:
     return f": {reason}" if reason and reason not in DEFAULT_REASONS else ""
 
 
+def name_checkpoint(ref: run.CheckpointRef | checkpoint.CheckpointStaged) -> str:
+    """Return what a checkpoint is called in a sentence: by its step, or by its number where there are no steps."""
+    return f"checkpoint number {ref.step}" if ref.step_is_count else f"checkpoint of step {ref.step}"
+
+
 def _accepted(fact: run.RunAccepted) -> str:
     slots = fact.spec.slots
     wanted = plural(slots.min, "slot") if slots.min == slots.max else f"{slots.min} to {plural(slots.max, 'slot')}"
@@ -120,7 +125,7 @@ def _prepared(fact: run.RunPrepared) -> str:
 
 def _placed(fact: run.RunPlaced) -> str:
     again = f" again (generation {fact.generation})" if fact.generation > 1 else ""
-    start = f", from its checkpoint of step {fact.resume.step}" if fact.resume else ""
+    start = f", from its {name_checkpoint(fact.resume)}" if fact.resume else ""
     start += f", with the weights of {fact.init.uri}" if fact.init else ""
     return f"placed{again} on {plural(fact.world_size, 'slot')}{format_members(fact.members)}{start}"
 
@@ -163,7 +168,8 @@ def _released(fact: run.RunReleased) -> str:
     detail = f" ({fact.detail})" if fact.detail else ""
     if not fact.step and not fact.clean:
         return f"stopped on {fact.node_id}, nothing saved{detail}"
-    return f"stopped on {fact.node_id} at step {fact.step}, {saved}{detail}"
+    step = f" at step {fact.step}" if fact.step else ""
+    return f"stopped on {fact.node_id}{step}, {saved}{detail}"
 
 
 def _exited(fact: run.RunExited) -> str:
@@ -192,12 +198,12 @@ def _promoted(fact: run.RunPromoted) -> str:
 
 def _staged(fact: checkpoint.CheckpointStaged) -> str:
     size = format_bytes(sum(file.size_bytes for file in fact.files))
-    return f"checkpoint of step {fact.step} uploaded by {fact.node_id}: {size}"
+    return f"{name_checkpoint(fact)} uploaded by {fact.node_id}: {size}"
 
 
 def _committed(fact: checkpoint.CheckpointCommitted) -> str:
     state = f", state {fact.state_digest[:12]}" if fact.state_digest and fact.exactness == "exact" else ""
-    return f"checkpoint of step {fact.checkpoint.step} saved: {format_bytes(fact.size_bytes)}{state}"
+    return f"{name_checkpoint(fact.checkpoint)} saved: {format_bytes(fact.size_bytes)}{state}"
 
 
 def _pinned(fact: checkpoint.CheckpointPinned) -> str:

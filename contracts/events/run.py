@@ -44,6 +44,8 @@ class CheckpointRef(FactPart):
     samples_consumed: int
     #: Of the manifest's bytes. Who resumes refuses any others.
     manifest_sha256: Sha256 | None = None
+    #: The script has reported no step: ``step`` counts its checkpoints.
+    step_is_count: bool = False
 
 
 class Member(FactPart):

@@ -129,6 +129,8 @@ class LastCheckpoint(View):
     epoch: int
     samples_consumed: int
     committed_at: Time | None = None
+    #: The script has reported no step: ``step`` counts its checkpoints.
+    step_is_count: bool = False
 
 
 class BestCheckpoint(View):

@@ -30,6 +30,13 @@ def test_every_character_that_acts_is_shown() -> None:
     assert render.visible("päivää\n\t日本") == "päivää\n\t日本"
 
 
+def test_output_keeps_its_colours_and_moves_no_cursor() -> None:
+    assert render.make_safe("\x1b[1;31mred\x1b[0m \x1b[2J\x1b]0;title\x07") == (
+        "\x1b[1;31mred\x1b[0m " + r"\x1b[2J\x1b]0;title\x07" + "\x1b[0m"
+    )
+    assert render.make_safe("plain\tpäivää") == "plain\tpäivää"
+
+
 def test_a_run_of_a_hostile_name() -> None:
     spec = RunSpec(name=HOSTILE, command=["true"])
     facts = [

@@ -11,6 +11,7 @@ import pytest
 
 from contracts import texts
 from contracts.events import BY_TYPE, FACTS
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.dataset import DatasetSharded
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
@@ -141,3 +142,27 @@ def test_metrics_are_cut_where_a_sentence_ends() -> None:
     values = {"a": 1.0, "b": 0.123456, "c": 3.0}
     assert texts.format_metrics(values) == "a 1, b 0.1235, c 3"
     assert texts.format_metrics(values, 2) == "a 1, b 0.1235 ..."
+
+
+UNREPORTED = CheckpointRef(uri="s3://models/r1/step_3.json", step=3, epoch=0, samples_consumed=0, step_is_count=True)
+
+
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        (
+            CheckpointCommitted(run_id="r1", generation=1, checkpoint=UNREPORTED, size_bytes=38),
+            "checkpoint number 3 saved: 38 B",
+        ),
+        (
+            placed(1, 2, resume=UNREPORTED),
+            "placed again (generation 2) on 1 slot of node-0, from its checkpoint number 3",
+        ),
+        (
+            RunReleased(run_id="r1", generation=1, node_id="node-0", clean=True),
+            "stopped on node-0, everything saved",
+        ),
+    ],
+)
+def test_a_script_that_reports_nothing_has_no_steps(fact: Any, text: str) -> None:
+    assert texts.describe(fact) == text

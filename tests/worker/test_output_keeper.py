@@ -134,6 +134,14 @@ async def test_a_copy_has_the_step_that_was_reported_before_the_file(
     assert follower.state.ranks[0].step is None
 
 
+async def test_without_a_report_there_is_no_step(tmp_path: Path, follower: JournalFollower) -> None:
+    kept = keeper(tmp_path, follower)
+    (tmp_path / "outputs/state").write_text("2")
+    await end(kept)
+    (line,) = follower.state.snapshots.values()
+    assert (line.step, line.step_is_count, line.epoch) == (1, True, 0)
+
+
 def test_the_files_of_a_script_and_its_children_are_found(tmp_path: Path, scripts: Any) -> None:
     script = scripts(HOLDS_FILE, str(tmp_path / "state"))
     assert str(tmp_path / "state") in (find_written_files([script.pid]) or ())

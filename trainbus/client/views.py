@@ -348,7 +348,8 @@ def _apply_committed(view: RunView, event: checkpoint.CheckpointCommitted) -> No
     view.checkpoints[event.checkpoint.uri] = event.checkpoint
     if event.state_digest is not None:
         view.state_digests[event.checkpoint.uri] = event.state_digest
-    view.step = max(view.step, event.checkpoint.step)
+    if not event.checkpoint.step_is_count:
+        view.step = max(view.step, event.checkpoint.step)
     view.epoch = max(view.epoch, event.checkpoint.epoch)
     view.samples_consumed = max(view.samples_consumed, event.checkpoint.samples_consumed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -47,6 +48,9 @@ _CONTROL_CHARACTERS = {
     for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
     if chr(code) not in "\n\t"
 }
+#: What sets the colour and weight of text on a terminal, and what ends that.
+_COLOUR = re.compile("(\x1b\\[[0-9;:]*m)")
+_COLOUR_END = "\x1b[0m"
 
 
 def console(stderr: bool = False) -> Console:
@@ -58,6 +62,13 @@ def console(stderr: bool = False) -> Console:
 def visible(text: str) -> str:
     """Return text from outside with its control characters made visible."""
     return text.translate(_CONTROL_CHARACTERS)
+
+
+def make_safe(line: str) -> str:
+    """Return a line of a run's output for a terminal: its colours stay, all other control characters are visible."""
+    parts = _COLOUR.split(line)
+    shown = "".join(part if _COLOUR.fullmatch(part) else visible(part) for part in parts)
+    return shown + _COLOUR_END if len(parts) > 1 else shown
 
 
 def escape(text: str) -> str:

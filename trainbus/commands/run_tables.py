@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from contracts.events.run import CheckpointRef
 from contracts.main_metric import choose_main_metric
 from contracts.texts import DEFAULT_REASONS, format_duration, plural
 from trainbus.client.address import StackAddress
@@ -61,14 +62,27 @@ def _list_cells(view: RunView, now: datetime, *, narrow: bool) -> dict[str, str]
         "name": escape(view.name),
         "state": render.state(view.state),
         "slots": format_slots(view),
-        "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
+        "step": _format_step(view),
         "restarts": str(view.restarts) if view.restarts else "",
         "exact": {"exact": "bits", "samples-exact": "samples"}.get(view.exactness, ""),
-        "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
+        "checkpoint": format_point(view.last_checkpoint).partition(",")[0] if view.last_checkpoint else "",
         "metric": format_metric(view).rpartition("/")[2] if narrow else format_metric(view),
         "verdict": escape(view.verdict),
         "age": render.ago(view.requested_at, now),
     }
+
+
+def _format_step(view: RunView) -> str:
+    """Return the step; nothing for a script that reports none."""
+    if view.step == 0 and not view.total_steps and view.last_checkpoint is not None:
+        return ""
+    return str(view.step) + (f"/{view.total_steps}" if view.total_steps else "")
+
+
+def format_point(ref: CheckpointRef) -> str:
+    """Return what a checkpoint is of: ``step 40, epoch 2``; of a script that reports neither, its number."""
+    point = f"number {ref.step}" if ref.step_is_count else f"step {ref.step}"
+    return point + (f", epoch {ref.epoch}" if ref.epoch else "")
 
 
 def has_reason(view: RunView) -> bool:
@@ -120,7 +134,7 @@ def render_run(view: RunView, links: Mapping[str, str] | None = None) -> Table:
         ("placements", _format_placements(view)),
         ("exactness", format_exactness(view)),
         ("dataset", view.dataset_id or ""),
-        ("checkpoint", f"step {last.step}, epoch {last.epoch}: {last.uri}" if last else ""),
+        ("checkpoint", f"{format_point(last)}: {last.uri}" if last else ""),
         ("state digest", view.state_digests.get(last.uri, "") if last else ""),
         ("metrics", render.numbers(view.metrics)),
         ("evaluation", render.numbers(view.evaluation)),

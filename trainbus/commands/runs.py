@@ -229,8 +229,14 @@ async def logs(
         str | None, typer.Option(metavar="TEXT", help="Lines with this text (a regular expression).")
     ] = None,
     rank: Rank = "all",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="On a terminal, too, print control characters as they are.")
+    ] = False,
 ) -> None:
-    """Print a run's output."""
+    """Print a run's output.
+
+    On a terminal its colours stay and all other control characters are made visible.
+    """
     from contracts import subjects, topology
     from contracts.events.run import RunCompleted
     from contracts.texts import describe
@@ -247,6 +253,7 @@ async def logs(
             run_id, follow=follow, rank=number, tail=tail, since=start, pattern=grep
         ):
             silent = False
+            line = line if raw or not sys.stdout.isatty() else render.make_safe(line)
             print(f"[{line_rank}] {line}" if has_several_ranks else line, flush=follow)
     except asyncio.CancelledError:
         from trainbus.commands.run_output import describe_departure

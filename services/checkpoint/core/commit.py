@@ -149,8 +149,16 @@ def assemble(
         "metrics": metrics,
         "exactness": exactness,
     }
+    if first.step_is_count:
+        manifest["step_is_count"] = True
     uri = manifest_uri(bucket, placed.spec.experiment, placed.run_id, first.epoch, first.step, placed.generation)
-    ref = CheckpointRef(uri=uri, step=first.step, epoch=first.epoch, samples_consumed=first.samples_consumed)
+    ref = CheckpointRef(
+        uri=uri,
+        step=first.step,
+        epoch=first.epoch,
+        samples_consumed=first.samples_consumed,
+        step_is_count=first.step_is_count,
+    )
     return AssembledCheckpoint(ref, manifest, listed, metrics, any(part.final for part in ordered), exactness)
 
 

@@ -15,6 +15,7 @@ from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelPromoted
 from contracts.events.node import NodeFact, NodeJoined, NodeNotice
 from contracts.events.run import (
+    CheckpointRef,
     RunAccepted,
     RunCompleted,
     RunEvaluated,
@@ -180,7 +181,7 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunExited():
             return {"members": _release(run, fact.node_id), "log_tail": list(fact.log_tail) or run.log_tail}
         case RunCompleted():
-            found = fact.checkpoint.model_dump() if fact.checkpoint else None
+            found = _checkpoint_fields(fact.checkpoint) if fact.checkpoint else None
             return {
                 "metrics": finite(fact.metrics),
                 "checkpoint": _newer(run.checkpoint, found),
@@ -289,14 +290,19 @@ def _newer(have: dict[str, Any] | None, found: dict[str, Any] | None) -> dict[st
     return found if found["step"] > have["step"] else have
 
 
+def _checkpoint_fields(ref: CheckpointRef) -> dict[str, Any]:
+    # Rows of earlier releases lack the field; a row without it is equal to theirs.
+    return ref.model_dump(exclude=None if ref.step_is_count else {"step_is_count"})
+
+
 def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
     run = rows.runs.get(fact.run_id) or Run(fact.run_id, requested_at=at.time_s)
     if change_run(run, fact) is None:
         return
     ref = fact.checkpoint
-    place = ref.model_dump(exclude={"manifest_sha256"})
+    place = ref.model_dump(exclude={"manifest_sha256", "step_is_count"})
     rows.checkpoints[ref.uri] = _row(Checkpoint, fact, **place, committed_at=at.time_s, metrics=finite(fact.metrics))
-    latest = {**ref.model_dump(), "committed_at": at.time_s}
+    latest = {**_checkpoint_fields(ref), "committed_at": at.time_s}
     rows.runs[run.run_id] = replace(
         run, checkpoint=_newer(run.checkpoint, latest), sequence=max(run.sequence, at.sequence)
     )

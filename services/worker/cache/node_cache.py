@@ -208,6 +208,7 @@ class NodeCache:
                 epoch=manifest["epoch"],
                 samples_consumed=manifest["samples_consumed"],
                 manifest_sha256=found,
+                step_is_count=manifest.get("step_is_count", False),
             )
             targets = [(folder / relative_path(file.path), file) for file in files]
             await self._restore({file.sha256: file for file in files}.values(), pins)

@@ -450,9 +450,10 @@ class OutputKeeper:
             time=time.time(),
             folder=str(self._packed(number)),
             step=number,
-            epoch=max(self._state.epoch, 1),
+            epoch=self._state.epoch,
             samples_consumed=observed.reported.samples_consumed,
             metrics=dict(metrics),
+            step_is_count=step is None,
         )
         self._save()
         await self._follower.save()

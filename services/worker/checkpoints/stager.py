@@ -111,6 +111,7 @@ class CheckpointStager:
                 epoch=first.epoch,
                 samples_consumed=first.samples_consumed,
                 is_whole=snapshot is not None,
+                step_is_count=first.step_is_count,
                 files=files,
                 metrics=first.metrics,
                 final=any(line.final for line in lines.values()),

@@ -49,7 +49,7 @@ class RunPosition:
     def of(cls, placed: RunPlaced, ranks: Mapping[int, RankState]) -> RunPosition:
         """Return the position of the rank that got furthest."""
         # The checkpoint counts even if ranks took newer state from memory: that state is on no disk yet.
-        resumed_step = placed.resume.step if placed.resume else 0
+        resumed_step = placed.resume.step if placed.resume and not placed.resume.step_is_count else 0
         resumed_samples = placed.resume.samples_consumed if placed.resume else 0
         steps = [state.step for state in ranks.values() if state.step is not None]
         samples = max((state.samples_consumed for state in ranks.values()), default=0)
@@ -110,10 +110,12 @@ class ReportBuilder:
     def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...], notice: str = "") -> RunExited:
         """Report that every rank has finished its work. ``notice``: what its author should know."""
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
+        # A script need not name its result: the last values that its first rank has reported stand for it.
+        values = ranks[min(ranks)].values if ranks and self._placed.spec.command is not None else {}
         return RunExited(
             **self._place,
             outcome="succeeded",
-            metrics=results[0].metrics if results else {},
+            metrics=results[0].metrics if results else dict(values),
             artifacts=artifacts,
             notice=notice,
             **RunPosition.of(self._placed, ranks).reported,

@@ -305,10 +305,11 @@ class JournalFollower:
         started = next((state.started for state in self.state.ranks.values() if state.started is not None), None)
         if started is None and not (self._launch_is_start and (self._folder / "processes.json").exists()):
             return
+        resumed_step = self.resume.step if self.resume and not self.resume.step_is_count else 0
         await self._publish(
             RunStarted(
                 **self._source._asdict(),
-                step=started.step if started else self.resume.step if self.resume else 0,
+                step=started.step if started else resumed_step,
                 samples_consumed=started.samples_consumed if started else 0,
                 **(started.model_dump(include=ORIGIN_FIELDS) if started else {}),
             )

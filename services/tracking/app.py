@@ -37,8 +37,10 @@ from services.kit.store.objects import ObjectStore
 from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, STATUS, Run, filters, fold
+from services.tracking.model_builder import ModelBuilder, ModelLeftOut
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import (
+    LoggedModel,
     Page,
     PageLost,
     Store,
@@ -89,7 +91,11 @@ class Projector:
         self._live: set[str] = set()
         self._announced: set[str] = set()
         self._lock = asyncio.Lock()
+        self._registry_lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+        # Files of models take minutes; metrics do not wait for them.
+        self._upload_thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow-files")
+        self._builder = ModelBuilder(bus, settings)
         self.away = False
 
     async def __aenter__(self) -> Self:
@@ -101,6 +107,7 @@ class Projector:
         # The holder of the lock ends its call first; later callers find the service stopping.
         async with self._lock:
             self._thread.shutdown(wait=False, cancel_futures=True)
+            self._upload_thread.shutdown(wait=False, cancel_futures=True)
 
     async def warm_up(self) -> None:
         """Import MLflow and open it in the background; the first call waits for it."""
@@ -125,7 +132,7 @@ class Projector:
 
     async def on_model_promoted(self, received: Message[ModelPromoted]) -> None:
         """Bring the registry up to date."""
-        async with self._lock:
+        async with self._registry_lock:
             await self._retry_after_loss(lambda: self._promote(received.event))
 
     async def follow_live(self) -> None:
@@ -352,31 +359,60 @@ class Projector:
     # -- registry -----------------------------------------------------------
 
     async def _promote(self, event: ModelPromoted) -> None:
-        known = await self._catch_up(event.run_id)
-        page: Page | None = None
-        if known.run.accepted is not None:
-            number, _ = known.run.attempts()[-1]
-            experiment = known.run.accepted.spec.experiment
-            page = await self._call(self._store.find, experiment, event.run_id, number)
+        async with self._lock:
+            run, page = await self._find_page(event.run_id)
+        mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
         tags = {
-            describe.RUN_ID: event.run_id,
+            **describe.model_tags(run, event.checkpoint_uri),
             "trainbus.version": str(event.version),
             "trainbus.dataset_id": event.dataset_id or "",
             "trainbus.reason": describe.clean_value(event.reason, describe.MAX_TAG_CHARS),
         }
-        # The second lock: a server of this version can check whether the checkpoint is the one that was promoted.
-        for name, hashes in (("manifest_sha256", known.run.manifests), ("state_digest", known.run.digests)):
-            if sha256 := hashes.get(event.checkpoint_uri):
-                tags[f"trainbus.{name}"] = sha256
-        if known.run.accepted is not None and (init_from := known.run.accepted.spec.init_from) is not None:
+        if run.accepted is not None and (init_from := run.accepted.spec.init_from) is not None:
             tags[describe.INIT_FROM] = init_from
-        mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
-        await self._call(self._store.promote, event, mlflow_run_id, tags)
+        files: LoggedModel | None = None
+        try:
+            files = await self._log_model(event, run, mlflow_run_id)
+            tags[describe.MODEL_FILES] = describe.FILES_LOGGED
+        except (ModelLeftOut, TrackingRefused) as error:
+            log.warning("a promoted model is not put into MLflow", model=event.model, reason=str(error))
+            text = f"{describe.FILES_LEFT_OUT}: {error}"
+            tags[describe.MODEL_FILES] = describe.clean_value(text, describe.MAX_TAG_CHARS)
+        async with self._lock:
+            await self._call(self._store.promote, event, mlflow_run_id, tags, files)
+
+    async def _find_page(self, run_id: str) -> tuple[Run, Page | None]:
+        """Return a run and the page of its last attempt."""
+        run = (await self._catch_up(run_id)).run
+        if run.accepted is None:
+            return run, None
+        number, _ = run.attempts()[-1]
+        return run, await self._call(self._store.find, run.accepted.spec.experiment, run_id, number)
+
+    async def _log_model(self, event: ModelPromoted, run: Run, mlflow_run_id: str | None) -> LoggedModel:
+        """Put the files of a promoted model into MLflow, once.
+
+        Raises:
+            ModelLeftOut: they cannot be put there.
+        """
+        if run.accepted is None:
+            raise ModelLeftOut(f"run {event.run_id} was not accepted on this bus: nobody knows how its model loads")
+        spec, name = run.accepted.spec, describe.model_name(event.model)
+        tags = describe.model_tags(run, event.checkpoint_uri)
+        async with self._lock:
+            model = await self._call(
+                self._store.open_model, spec.experiment, name, mlflow_run_id, tags, describe.model_params(spec)
+            )
+        if not model.has_files:
+            async with self._builder.build(run, event.checkpoint_uri, model.model_id, mlflow_run_id) as folder:
+                await self._call(self._store.log_model_files, model, folder, thread=self._upload_thread)
+            log.info("model is in MLflow", model=event.model, version=event.version, model_id=model.model_id)
+        return model
 
     # -- calling MLflow -----------------------------------------------------
 
-    async def _call(self, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work`` in the one MLflow thread, again and again while MLflow is away.
+    async def _call(self, work: Callable[..., T], *args: Any, thread: ThreadPoolExecutor | None = None) -> T:
+        """Run ``work`` in the one MLflow thread, or another one, again and again while MLflow is away.
 
         Waiting here rather than handing the message back keeps the facts in order.
         """
@@ -387,7 +423,7 @@ class Projector:
             if self._stopping.is_set():
                 raise TransientError("the service is stopping")
             try:
-                result = await loop.run_in_executor(self._thread, partial(work, *args))
+                result = await loop.run_in_executor(thread or self._thread, partial(work, *args))
             except TrackingUnavailable as error:
                 unclear += error.unclear
                 if unclear >= UNCLEAR_TRIES and await loop.run_in_executor(self._thread, self._store.answers):

@@ -18,6 +18,8 @@ class TrackingSettings(Settings):
     live_interval_s: float = Field(3.0, gt=0)
     #: Artifacts up to this size are copied into MLflow; larger ones are linked.
     artifact_max_bytes: int = Field(16 * 2**20, ge=0)
+    #: A promoted model up to this size is copied into MLflow, so that ``mlflow.pyfunc.load_model`` finds it there.
+    model_max_bytes: int = Field(10 * 2**30, ge=0)
     #: Seconds between tries while MLflow is away: from the first doubling up to the second.
     retry_first_s: float = Field(0.2, gt=0)
     retry_max_s: float = Field(10.0, gt=0)

@@ -6,6 +6,7 @@ first use: that takes seconds and 200 MB.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
@@ -30,11 +31,16 @@ ENVIRONMENT = {
 }
 #: Codes of MLflow for a call that can never succeed.
 FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE"}
+#: Modules whose errors mean that MLflow, its database or its artifact store does not answer.
+REMOTE_ERRORS = ("requests", "urllib3", "sqlalchemy", "boto3", "botocore", "s3transfer")
+#: Seconds without an answer to a file: the server may pass it on to a store before it answers.
+UPLOAD_TIMEOUT_S = 600
 EVENT_ID = "trainbus.event_id"
 #: What runs go to that name no experiment. MLflow begins with one of its own, of the same name with a capital.
 DEFAULT_EXPERIMENT = "default"
 #: MLflow opens an experiment of this kind at its runs, another one at the traces of language models.
 KIND, TRAINING_KIND = "mlflow.experimentKind", "custom_model_development"
+MODEL_VERSIONS = "mlflow.modelVersions"
 CHAMPION = "champion"
 CHAMPION_VERSION = "trainbus.champion_version"
 
@@ -69,6 +75,20 @@ class Page:
     tags: Mapping[str, str]
     #: The highest step logged of each metric.
     heads: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedModel:
+    """A checkpoint's model in MLflow."""
+
+    model_id: str
+    location: str
+    tags: Mapping[str, str]
+
+    @property
+    def has_files(self) -> bool:
+        """Whether MLflow has its files, so that it can be loaded."""
+        return self.tags.get(describe.MODEL_FILES) == describe.FILES_LOGGED
 
 
 def import_mlflow() -> None:
@@ -132,7 +152,7 @@ class Store:
                 raise TrackingUnavailable(f"{operation}: {error!r}") from error
             except Exception as error:
                 code = getattr(error, "error_code", None)
-                if code is None and not type(error).__module__.startswith(("requests", "urllib3", "sqlalchemy")):
+                if code is None and not type(error).__module__.startswith(REMOTE_ERRORS):
                     raise
                 text = f"{operation}: MLflow says {code}: {error}"
                 if code == "RESOURCE_DOES_NOT_EXIST":
@@ -256,13 +276,48 @@ class Store:
             if not token:
                 return found
 
+    # -- models -------------------------------------------------------------
+
+    def open_model(
+        self,
+        experiment: str,
+        name: str,
+        mlflow_run_id: str | None,
+        tags: Mapping[str, str],
+        params: Mapping[str, str],
+    ) -> LoggedModel:
+        """Return the logged model of the checkpoint that ``tags`` name, making one if there is none."""
+        with self._translate_errors("open_model"):
+            experiment_id = self._experiment(experiment)
+            wanted = f"tags.`{describe.CHECKPOINT_URI}` = '{tags[describe.CHECKPOINT_URI]}'"
+            oldest = [{"field_name": "creation_timestamp", "ascending": True}]
+            found = self._mlflow.search_logged_models([experiment_id], wanted, max_results=1, order_by=oldest)
+            if found:
+                return _logged_model(found[0])
+            made = self._mlflow.create_logged_model(experiment_id, name, mlflow_run_id, dict(tags), dict(params))
+            return _logged_model(made)
+
+    def log_model_files(self, model: LoggedModel, folder: Path) -> None:
+        """Put the files of a folder into the logged model, then mark it as whole. Files that are there are replaced."""
+        with self._translate_errors("log_model_files"):
+            with _request_timeout(UPLOAD_TIMEOUT_S):
+                self._mlflow.log_model_artifacts(model.model_id, str(folder))
+            self._mlflow.set_logged_model_tags(model.model_id, {describe.MODEL_FILES: describe.FILES_LOGGED})
+            self._mlflow.finalize_logged_model(model.model_id, "READY")
+
     # -- registry -----------------------------------------------------------
 
-    def promote(self, promotion: ModelPromoted, mlflow_run_id: str | None, tags: Mapping[str, str]) -> None:
+    def promote(
+        self,
+        promotion: ModelPromoted,
+        mlflow_run_id: str | None,
+        tags: Mapping[str, str],
+        files: LoggedModel | None,
+    ) -> None:
         """Make the registry show this champion, unless it already shows a later one."""
         with self._translate_errors("promote"):
             model = self._model(promotion.model)
-            version = self._version(promotion, mlflow_run_id, tags)
+            version = self._version(promotion, mlflow_run_id, tags, files)
             if promotion.version < int(model.tags.get(CHAMPION_VERSION, 0)):
                 return
             # The alias first: a crash in between sets it again to the same, and never goes back.
@@ -282,23 +337,37 @@ class Store:
                 raise
             return self._mlflow.get_registered_model(name)
 
-    def _version(self, promotion: ModelPromoted, mlflow_run_id: str | None, tags: Mapping[str, str]) -> str:
+    def _version(
+        self,
+        promotion: ModelPromoted,
+        mlflow_run_id: str | None,
+        tags: Mapping[str, str],
+        files: LoggedModel | None,
+    ) -> str:
         """Return the registry's version for this promotion; a rollback uses the one that was there before."""
         known = self._pages(self._mlflow.search_model_versions, f"name = '{promotion.model}'")
         for version in known:
             if version.tags.get(EVENT_ID) == promotion.event_id:
                 return str(version.version)
         if promotion.rollback:
-            earlier = [each for each in known if each.source == promotion.checkpoint_uri]
+            uri = promotion.checkpoint_uri
+            earlier = [each for each in known if uri in (each.source, each.tags.get(describe.CHECKPOINT_URI))]
             if earlier:
                 return str(max(earlier, key=lambda each: int(each.version)).version)
         made = self._mlflow.create_model_version(
             promotion.model,
-            promotion.checkpoint_uri,
+            files.location if files else promotion.checkpoint_uri,
             mlflow_run_id,
             tags={**tags, EVENT_ID: promotion.event_id},
             await_creation_for=0,
+            # A server checks by it that the files may be named; a database takes the run alone.
+            model_id=files.model_id if files and not self.uri.startswith(SQLITE) else None,
         )
+        if files is not None and self.uri.startswith(SQLITE):
+            # What a server does by itself: the model's page links to its versions.
+            self._mlflow.set_logged_model_tags(
+                files.model_id, {MODEL_VERSIONS: json.dumps([{"name": made.name, "version": int(made.version)}])}
+            )
         return str(made.version)
 
 
@@ -311,6 +380,25 @@ def _page(run: Any) -> Page:
         dict(run.data.tags),
         {metric.key: metric.step for metric in run.data._metric_objs},
     )
+
+
+def _logged_model(model: Any) -> LoggedModel:
+    return LoggedModel(model.model_id, model.artifact_location, dict(model.tags))
+
+
+@contextmanager
+def _request_timeout(seconds: int) -> Iterator[None]:
+    """Wait this long for MLflow's answers inside the block."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ[name] = str(seconds)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _make_database(path: Path, artifact_location: str | None) -> None:

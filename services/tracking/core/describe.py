@@ -32,6 +32,10 @@ CURSOR = "trainbus.cursor"
 FILES = "trainbus.files_logged"
 #: The manifest of the checkpoint with whose weights training starts; of runs and of model versions.
 INIT_FROM = "trainbus.init_from"
+#: The manifest of a model's checkpoint; of logged models and of model versions.
+CHECKPOINT_URI = "trainbus.checkpoint_uri"
+#: Of logged models: whether MLflow has the files; of model versions too, with the reason where it has not.
+MODEL_FILES, FILES_LOGGED, FILES_LEFT_OUT = "trainbus.model_files", "logged", "left out"
 RESERVED = ("mlflow.", "trainbus.")
 
 
@@ -153,6 +157,28 @@ def _outcome(run: Run, generation: int) -> dict[str, object]:
     if run.not_promoted is not None:
         found["trainbus.not_promoted"] = run.not_promoted.reason
     return found
+
+
+def model_tags(run: Run, checkpoint_uri: str) -> dict[str, str]:
+    """Return what a logged model is, as tags."""
+    found = {RUN_ID: run.run_id, CHECKPOINT_URI: checkpoint_uri}
+    for name, hashes in (("manifest_sha256", run.manifests), ("state_digest", run.digests)):
+        if value := hashes.get(checkpoint_uri):
+            found[f"trainbus.{name}"] = value
+    if run.prepared is not None:
+        found["trainbus.dataset_id"] = run.prepared.dataset_id
+    return found
+
+
+def model_params(spec: RunSpec) -> dict[str, str]:
+    """Return the parameters of a logged model: those of the run's own code."""
+    flat = {clean_key(name): clean_value(value, MAX_PARAM_CHARS) for name, value in flatten(spec.params, "")}
+    return dict(list(flat.items())[:MAX_PARAMS_PER_CALL])
+
+
+def model_name(name: str) -> str:
+    """Return ``name`` as MLflow takes it for a logged model."""
+    return re.sub(r"[/:.%\"'\0]", "-", name)[:MAX_KEY_CHARS] or "model"
 
 
 def file_path(name: str, folder: str) -> tuple[str, str]:

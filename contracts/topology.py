@@ -163,7 +163,7 @@ TRACKING = Consumer(
     FACTS.name,
     _events(
         run="accepted prepared placed started checkpoint_committed completed failed cancelled evaluated not_promoted",
-        model="promoted",
+        model="promoted staged",
     ),
     "Facts that are mirrored to MLflow.",
     # MLflow may be away for days: the facts wait in order, none of them is given up.

@@ -1,7 +1,7 @@
 """The shell: each fact makes MLflow match the run's facts, which are read again from the stream.
 
 A fact only names the run to bring up to date. So a fact that comes twice, late or after a restart leads to the same
-page, and one writer (a lock and a single thread) is all the coordination that MLflow needs.
+page, and one writer (a lease, a lock and a single thread) is all the coordination that MLflow needs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from nats.js.errors import APIError
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
-from contracts.events.model import ModelPromoted
+from contracts.events.model import ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import Artifact, RunCompleted, RunFact, RunTracked
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
+from services.kit.exclusive import ExclusiveRole
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectNotFound
@@ -37,9 +38,11 @@ from services.kit.store.objects import ObjectStore
 from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, STATUS, Run, filters, fold
+from services.tracking.core.registry import Model, Registry
 from services.tracking.model_builder import ModelBuilder, ModelLeftOut
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import (
+    AliasChange,
     LoggedModel,
     Page,
     PageLost,
@@ -85,7 +88,14 @@ class TrackedRun:
 class Projector:
     """Keeps MLflow in step with the facts. Use it as an async context manager."""
 
-    def __init__(self, bus: Bus, settings: TrackingSettings, store: Store, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: TrackingSettings,
+        store: Store,
+        stopping: asyncio.Event,
+        role: ExclusiveRole | None = None,
+    ) -> None:
         self._bus, self._settings, self._store, self._stopping = bus, settings, store, stopping
         self._runs: OrderedDict[str, TrackedRun] = OrderedDict()
         self._live: set[str] = set()
@@ -96,6 +106,8 @@ class Projector:
         # Files of models take minutes; metrics do not wait for them.
         self._upload_thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow-files")
         self._builder = ModelBuilder(bus, settings)
+        self._registry = Registry()
+        self._role = role
         self.away = False
 
     async def __aenter__(self) -> Self:
@@ -134,6 +146,21 @@ class Projector:
         """Bring the registry up to date."""
         async with self._registry_lock:
             await self._retry_after_loss(lambda: self._promote(received.event))
+
+    async def on_model_staged(self, received: Message[ModelStaged]) -> None:
+        """Make an alias in the registry name what it names by request."""
+        async with self._registry_lock:
+            await self._retry_after_loss(lambda: self._show_aliases(received.event.model))
+
+    async def watch_aliases(self) -> None:
+        """Compare MLflow's aliases with the facts every minute: somebody may have moved one by hand."""
+        while not self._stopping.is_set():
+            await self._pause(self._settings.alias_check_interval_s)
+            try:
+                async with self._registry_lock:
+                    await self._retry_after_loss(self._check_aliases)
+            except (TimeoutError, PoisonMessage, TransientError, nats.errors.Error, APIError) as error:
+                log.warning("aliases are not compared", error=str(error))
 
     async def follow_live(self) -> None:
         """Log the points of running commands every few seconds: nothing of theirs need ever be committed."""
@@ -364,7 +391,7 @@ class Projector:
         mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
         tags = {
             **describe.model_tags(run, event.checkpoint_uri),
-            "trainbus.version": str(event.version),
+            describe.VERSION: str(event.version),
             "trainbus.dataset_id": event.dataset_id or "",
             "trainbus.reason": describe.clean_value(event.reason, describe.MAX_TAG_CHARS),
         }
@@ -380,6 +407,45 @@ class Projector:
             tags[describe.MODEL_FILES] = describe.clean_value(text, describe.MAX_TAG_CHARS)
         async with self._lock:
             await self._call(self._store.promote, event, mlflow_run_id, tags, files)
+
+    async def _catch_up_registry(self) -> None:
+        """Fold the facts of models that are new."""
+        filters_of_models = tuple(
+            event.subject_filter() for event in topology.TRACKING.events if issubclass(event, ModelFact)
+        )
+        for received in await self._bus.read_history(*filters_of_models, start_sequence=self._registry.sequence + 1):
+            self._registry.apply(received.event, received.sequence)
+
+    async def _show_aliases(self, model: str) -> None:
+        """Make MLflow's aliases of a model be those of the facts."""
+        await self._catch_up_registry()
+        if changes := await self._compare_aliases(model):
+            await self._call(self._store.change_aliases, model, changes)
+
+    async def _compare_aliases(self, model: str) -> list[AliasChange]:
+        known = self._registry.models.get(model, Model())
+        return await self._call(self._store.compare_aliases, model, known.aliases, known.removed)
+
+    async def _check_aliases(self) -> None:
+        """Report the aliases that somebody has moved in MLflow, and move them back if the settings say so."""
+        info = await self._bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name)
+        if info.num_pending or info.num_ack_pending:
+            return  # what differs may be what is not done yet
+        await self._catch_up_registry()
+        for model in sorted(self._registry.models):
+            changes = await self._compare_aliases(model)
+            for change in changes:
+                log.warning(
+                    "an alias was moved in MLflow: `trainbus models` changes aliases",
+                    model=model,
+                    alias=change.alias,
+                    found=change.present,
+                    expected=change.version,
+                    repaired=self._settings.repair_aliases,
+                )
+                metrics.ALIASES_MOVED.labels("repaired" if self._settings.repair_aliases else "reported").inc()
+            if changes and self._settings.repair_aliases:
+                await self._call(self._store.change_aliases, model, changes)
 
     async def _find_page(self, run_id: str) -> tuple[Run, Page | None]:
         """Return a run and the page of its last attempt."""
@@ -422,6 +488,8 @@ class Projector:
         while True:
             if self._stopping.is_set():
                 raise TransientError("the service is stopping")
+            if self._role is not None:
+                await self._role.wait_held()
             try:
                 result = await loop.run_in_executor(thread or self._thread, partial(work, *args))
             except TrackingUnavailable as error:
@@ -462,12 +530,17 @@ def build(settings: Settings, store: Store | None = None) -> Service:
     settings = TrackingSettings.of(settings)
     service = Service("tracking", settings)
     store = store or Store(settings.tracking_uri, settings.artifact_location)
-    projector = service.add_resource(Projector(service.bus, settings, store, service.stopping))
+    # Two instances would search for a page, find none, and both make one.
+    role = service.add_resource(ExclusiveRole(service.bus, "tracking", settings))
+    projector = service.add_resource(Projector(service.bus, settings, store, service.stopping, role))
     for event in topology.TRACKING.events:
         if issubclass(event, RunFact):
             service.bus.subscriber(topology.TRACKING, event)(projector.on_run_fact)
     service.bus.subscriber(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
+    service.add_background_task(role.keep)
     service.add_background_task(projector.warm_up)
+    service.bus.subscriber(topology.TRACKING, ModelStaged)(projector.on_model_staged)
+    service.add_background_task(projector.watch_aliases)
     service.add_background_task(projector.follow_live)
     service.add_background_task(projector.watch_behind)
     service.add_readiness_check("mlflow", lambda: not projector.away)

@@ -16,3 +16,8 @@ POINTS = Counter("trainbus_tracking_points_total", "Metric points written to MLf
 DROPPED = Counter(
     "trainbus_tracking_points_dropped_total", "Metric points that MLflow cannot store (impossible step or time)."
 )
+ALIASES_MOVED = Counter(
+    "trainbus_tracking_aliases_moved_total",
+    "Aliases of models that somebody has moved in MLflow, by what was done: repaired or reported.",
+    ["outcome"],
+)

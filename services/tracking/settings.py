@@ -20,6 +20,10 @@ class TrackingSettings(Settings):
     artifact_max_bytes: int = Field(16 * 2**20, ge=0)
     #: A promoted model up to this size is copied into MLflow, so that ``mlflow.pyfunc.load_model`` finds it there.
     model_max_bytes: int = Field(10 * 2**30, ge=0)
+    #: Seconds between two comparisons of MLflow's aliases with the facts, and whether those that somebody has moved in
+    #: MLflow are moved back; otherwise they are reported alone.
+    alias_check_interval_s: float = Field(60.0, gt=0)
+    repair_aliases: bool = True
     #: Seconds between tries while MLflow is away: from the first doubling up to the second.
     retry_first_s: float = Field(0.2, gt=0)
     retry_max_s: float = Field(10.0, gt=0)

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from contracts.events.model import ModelPromoted
 from services.tracking import metrics
 from services.tracking.core import describe
 from services.tracking.core.points import Point
+from services.tracking.core.registry import CHAMPION, AliasTarget
 
 SQLITE = "sqlite:///"
 #: How MLflow's client is to behave in this process. The retries are ours: its own take minutes.
@@ -41,7 +42,6 @@ DEFAULT_EXPERIMENT = "default"
 #: MLflow opens an experiment of this kind at its runs, another one at the traces of language models.
 KIND, TRAINING_KIND = "mlflow.experimentKind", "custom_model_development"
 MODEL_VERSIONS = "mlflow.modelVersions"
-CHAMPION = "champion"
 CHAMPION_VERSION = "trainbus.champion_version"
 
 
@@ -89,6 +89,15 @@ class LoggedModel:
     def has_files(self) -> bool:
         """Whether MLflow has its files, so that it can be loaded."""
         return self.tags.get(describe.MODEL_FILES) == describe.FILES_LOGGED
+
+
+@dataclass(frozen=True, slots=True)
+class AliasChange:
+    """An alias that names one version of a model and is to name another one; None: no version."""
+
+    alias: str
+    present: str | None
+    version: str | None
 
 
 def import_mlflow() -> None:
@@ -170,10 +179,14 @@ class Store:
 
             experiment_id = self._experiment(experiment)
             wanted = f"tags.`{describe.RUN_ID}` = '{run_id}' and tags.`{describe.ATTEMPT}` = '{attempt}'"
-            # The oldest: should two ever have been made, every caller takes the same one.
-            found = self._mlflow.search_runs(
-                [experiment_id], wanted, ViewType.ALL, max_results=1, order_by=["attributes.start_time ASC"]
-            )
+            # The oldest: should two have been made, every caller takes the same one. A call of an instance that was
+            # cut off may arrive after its successor's.
+            order = ["attributes.start_time ASC", "attributes.run_id ASC"]
+            found = self._mlflow.search_runs([experiment_id], wanted, ViewType.ALL, max_results=10, order_by=order)
+            for second in found[1:]:
+                if second.info.lifecycle_stage != "deleted":
+                    self._mlflow.set_tag(second.info.run_id, describe.DUPLICATE_OF, found[0].info.run_id)
+                    self._mlflow.delete_run(second.info.run_id)
             return _page(found[0]) if found else None
 
     def create(self, experiment: str, name: str, start_ms: int, tags: Mapping[str, str]) -> Page:
@@ -324,6 +337,33 @@ class Store:
             self._mlflow.set_registered_model_alias(promotion.model, CHAMPION, version)
             self._mlflow.set_registered_model_tag(promotion.model, CHAMPION_VERSION, str(promotion.version))
 
+    def compare_aliases(self, name: str, wanted: Mapping[str, AliasTarget], removed: Set[str]) -> list[AliasChange]:
+        """Return which aliases of a model must change to be as wanted. Aliases that nobody requested here stay."""
+        with self._translate_errors("compare_aliases"):
+            try:
+                found = dict(self._mlflow.get_registered_model(name).aliases)
+            except Exception as error:
+                if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return []
+            known = self._pages(self._mlflow.search_model_versions, f"name = '{name}'")
+            changes = [AliasChange(alias, str(found[alias]), None) for alias in sorted(removed & found.keys())]
+            for alias, target in sorted(wanted.items()):
+                version = _find_version(known, target)
+                present = str(found[alias]) if alias in found else None
+                if version is not None and present != version:
+                    changes.append(AliasChange(alias, present, version))
+            return changes
+
+    def change_aliases(self, name: str, changes: Sequence[AliasChange]) -> None:
+        """Make aliases of a model name other versions."""
+        with self._translate_errors("change_aliases"):
+            for change in changes:
+                if change.version is None:
+                    self._mlflow.delete_registered_model_alias(name, change.alias)
+                else:
+                    self._mlflow.set_registered_model_alias(name, change.alias, change.version)
+
     def _model(self, name: str) -> Any:
         try:
             return self._mlflow.get_registered_model(name)
@@ -380,6 +420,15 @@ def _page(run: Any) -> Page:
         dict(run.data.tags),
         {metric.key: metric.step for metric in run.data._metric_objs},
     )
+
+
+def _find_version(known: Sequence[Any], target: AliasTarget) -> str | None:
+    """Return MLflow's number of a version. One that was brought back by a rollback has the number of its first time."""
+    uri = target.checkpoint_uri
+    same = [each for each in known if uri in (each.source, each.tags.get(describe.CHECKPOINT_URI))]
+    exact = [each for each in same if each.tags.get(describe.VERSION) == str(target.version)]
+    found = max(exact or same, key=lambda each: int(each.version), default=None)
+    return None if found is None else str(found.version)
 
 
 def _logged_model(model: Any) -> LoggedModel:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from contracts.events.model import ModelPromoted
+from contracts.events.model import ModelPromoted, ModelStaged
 from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPrepared, RunTracked
 from services.kit.bus import Bus
+from services.kit.service import Service
+from services.tracking import metrics
+from services.tracking.app import build
 from services.tracking.core.points import Point
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store, TrackingUnavailable
@@ -398,6 +401,67 @@ async def test_the_champion_alias_never_runs_backwards(world: World) -> None:
     assert len(world.client.search_model_versions("name = 'm'")) == 2
 
 
+async def test_aliases_follow_the_facts_and_are_moved_back(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    settings = tracking_settings.model_copy(update={"alias_check_interval_s": 0.05})
+    store = Store(settings.tracking_uri, settings.artifact_location)
+    await running(settings, store)
+    world = World(bus, settings, store)
+    story = world.story()
+    await story.accepted()
+    await story.publish(promoted(1, "r1"))
+    await story.publish(promoted(2, "r2"))
+    await story.publish(staged("staging", 1, "r1"))
+    await story.publish(staged("canary", 2, "r2"))
+    await story.publish(staged("canary", None))
+    await world.settled()
+    assert _aliases(world) == {"champion": "2", "staging": "1"}
+    # Ours are moved back and come back; one that nobody requested here stays.
+    world.client.set_registered_model_alias("m", "champion", "1")
+    world.client.delete_registered_model_alias("m", "staging")
+    world.client.set_registered_model_alias("m", "mine", "1")
+    world.client.set_registered_model_alias("m", "canary", "1")
+
+    async def repaired() -> bool:
+        return _aliases(world) == {"champion": "2", "staging": "1", "mine": "1"}
+
+    await eventually(repaired)
+
+
+async def test_an_alias_moved_by_hand_is_only_reported_where_the_settings_say_so(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    settings = tracking_settings.model_copy(update={"alias_check_interval_s": 0.05, "repair_aliases": False})
+    store = Store(settings.tracking_uri, settings.artifact_location)
+    await running(settings, store)
+    world = World(bus, settings, store)
+    story = world.story()
+    await story.publish(promoted(1, "r1"))
+    await story.publish(promoted(2, "r2"))
+    await world.settled()
+    world.client.set_registered_model_alias("m", "champion", "1")
+    reported = metrics.ALIASES_MOVED.labels("reported")
+    before = reported._value.get()
+
+    async def is_reported() -> bool:
+        return bool(reported._value.get() > before)
+
+    await eventually(is_reported)
+    assert _aliases(world) == {"champion": "1"}
+
+
+def staged(alias: str, version: int | None, run_id: str | None = None) -> ModelStaged:
+    uri = f"s3://models/{run_id}/step_1.json" if run_id else None
+    return ModelStaged(
+        model="m", alias=alias, version=version, run_id=run_id, checkpoint_uri=uri, request_id=f"{alias}-{version}"
+    )
+
+
+def _aliases(world: World) -> dict[str, str]:
+    return {name: str(version) for name, version in world.client.get_registered_model("m").aliases.items()}
+
+
 async def test_the_same_points_twice_are_one_row(world: World) -> None:
     story = world.story()
     await story.accepted()
@@ -407,6 +471,53 @@ async def test_the_same_points_twice_are_one_row(world: World) -> None:
     for _ in range(2):
         await asyncio.to_thread(world.store.log_points, page.info.run_id, batch)
     assert len(world.series(page, "k")) == 3
+
+
+async def test_of_two_replicas_one_writes_and_the_other_takes_over(
+    bus: Bus, tracking_settings: TrackingSettings
+) -> None:
+    def build_replica() -> Service:
+        return build(tracking_settings, Store(tracking_settings.tracking_uri, tracking_settings.artifact_location))
+
+    first, second = build_replica(), build_replica()
+    running_first = asyncio.create_task(first.run())
+    await eventually(_has_started(first))
+    running_second = asyncio.create_task(second.run())
+    world = World(bus, tracking_settings, Store(tracking_settings.tracking_uri, tracking_settings.artifact_location))
+    story = await publish_killed_run(world)
+    await story.publish(promoted(1, "r1"))
+    await world.settled()
+    assert not second.check_readiness()["started"]
+    first.stopping.set()
+    await running_first
+    await eventually(_has_started(second))
+    await story.again()
+    await story.completed(2)
+    await world.settled()
+    (page,) = world.pages()
+    assert (page.info.status, world.series(page)) == ("FINISHED", SURVIVING)
+    assert len(world.client.search_model_versions("name = 'm'")) == 1
+    second.stopping.set()
+    await running_second
+
+
+def _has_started(service: Service) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return service.check_readiness()["started"]
+
+    return check
+
+
+async def test_of_two_pages_of_one_attempt_the_older_stays(tracking_settings: TrackingSettings) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    tags = {"trainbus.run_id": "r1", "trainbus.attempt": "1"}
+    older, newer = (store.create("default", "run", start_ms, tags) for start_ms in (1, 2))
+    found = store.find("default", "r1", 1)
+    assert found is not None
+    assert found.mlflow_run_id == older.mlflow_run_id
+    deleted = store._mlflow.get_run(newer.mlflow_run_id)
+    assert deleted.info.lifecycle_stage == "deleted"
+    assert deleted.data.tags["trainbus.duplicate_of"] == older.mlflow_run_id
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/../../b.png", "/abs.txt"])

@@ -30,10 +30,14 @@ ATTEMPT = "trainbus.attempt"
 LIVE = "trainbus.live"
 CURSOR = "trainbus.cursor"
 FILES = "trainbus.files_logged"
+#: Of a page that was made twice and deleted: the one that stays.
+DUPLICATE_OF = "trainbus.duplicate_of"
 #: The manifest of the checkpoint with whose weights training starts; of runs and of model versions.
 INIT_FROM = "trainbus.init_from"
 #: The manifest of a model's checkpoint; of logged models and of model versions.
 CHECKPOINT_URI = "trainbus.checkpoint_uri"
+#: Of model versions: their number in the facts.
+VERSION = "trainbus.version"
 #: Of logged models: whether MLflow has the files; of model versions too, with the reason where it has not.
 MODEL_FILES, FILES_LOGGED, FILES_LEFT_OUT = "trainbus.model_files", "logged", "left out"
 RESERVED = ("mlflow.", "trainbus.")

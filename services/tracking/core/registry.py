@@ -1,0 +1,64 @@
+"""Which version each alias of a model names, as the facts have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from contracts.events.model import ModelFact, ModelPromoted, ModelStaged
+from contracts.state.model import ModelSettings
+
+CHAMPION = "champion"
+
+
+@dataclass(frozen=True, slots=True)
+class AliasTarget:
+    """A version of a model: its number in the facts, and its checkpoint."""
+
+    version: int
+    checkpoint_uri: str
+
+
+@dataclass(slots=True)
+class Model:
+    """A model's champion and its other aliases."""
+
+    champion: ModelPromoted | None = None
+    settings: ModelSettings = field(default_factory=ModelSettings)
+    #: Aliases that were removed by request.
+    removed: set[str] = field(default_factory=set)
+
+    def apply(self, fact: ModelFact) -> None:
+        """Fold one fact, in the order of the log."""
+        match fact:
+            case ModelPromoted() if self.champion is None or fact.version > self.champion.version:
+                self.champion = fact
+            case ModelStaged(version=None):
+                self.removed.add(fact.alias)
+            case ModelStaged():
+                self.removed.discard(fact.alias)
+        self.settings.apply(fact)
+
+    @property
+    def aliases(self) -> dict[str, AliasTarget]:
+        """The version that each alias names."""
+        found = {}
+        for alias, fact in self.settings.aliases.items():
+            if fact.version is not None and fact.checkpoint_uri is not None:
+                found[alias] = AliasTarget(fact.version, fact.checkpoint_uri)
+        if self.champion is not None:
+            found[CHAMPION] = AliasTarget(self.champion.version, self.champion.checkpoint_uri)
+        return found
+
+
+@dataclass(slots=True)
+class Registry:
+    """Every model. ``sequence`` is the last fact folded in."""
+
+    models: dict[str, Model] = field(default_factory=dict)
+    sequence: int = 0
+
+    def apply(self, fact: ModelFact, sequence: int) -> None:
+        """Fold one fact; one that was folded changes nothing."""
+        if sequence > self.sequence:
+            self.models.setdefault(fact.model, Model()).apply(fact)
+            self.sequence = sequence

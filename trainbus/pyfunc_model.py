@@ -69,11 +69,12 @@ class PyfuncModel:
                 f"{type(self._task).__name__} does not predict from rows: give it predict(self, model, batch), or call "
                 "the model itself (get_raw_model())"
             )
-        numbers = predicted[0].cpu().numpy()
-        answer: dict[str, Any] = {"prediction": numbers}
-        if self._task.classes and not predicted[0].is_floating_point():
-            answer["class"] = np.array([self._task.classes[int(number)] for number in numbers])
-        return answer
+        columns = predicted if isinstance(predicted, Mapping) else {"prediction": predicted[0]}
+        found = {name: _to_plain(value) for name, value in columns.items() if name != "target"}
+        numbers = np.asarray(found.get("prediction", ()))
+        if self._task.classes and np.issubdtype(numbers.dtype, np.integer):
+            found["class"] = np.array([self._task.classes[int(number)] for number in numbers])
+        return {name: list(value) if np.ndim(value) > 1 else value for name, value in found.items()}
 
 
 def _is_matrix(table: Any) -> bool:

@@ -27,8 +27,8 @@ class RivalError(Exception):
 class ExclusiveRole:
     """A service's lease as a resource: entering waits for it, so that a standby's handlers do not start.
 
-    ``keep`` renews it. While the bus is away it expires, and is acquired again afterwards; if another instance has it
-    by then, ``keep`` raises, and the service ends to stand by when it is started again.
+    ``keep_lease`` renews it. While the bus is away it expires, and is acquired again afterwards; if another instance
+    has it by then, ``keep_lease`` raises, and the service ends to stand by when it is started again.
     """
 
     def __init__(self, bus: Bus, key: str, settings: Settings) -> None:
@@ -50,7 +50,7 @@ class ExclusiveRole:
     ) -> None:
         await self._stack.aclose()
 
-    async def keep(self) -> None:
+    async def keep_lease(self) -> None:
         """Keep the role until cancelled.
 
         Raises:

@@ -537,7 +537,7 @@ def build(settings: Settings, store: Store | None = None) -> Service:
         if issubclass(event, RunFact):
             service.bus.subscriber(topology.TRACKING, event)(projector.on_run_fact)
     service.bus.subscriber(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
-    service.add_background_task(role.keep)
+    service.add_background_task(role.keep_lease)
     service.add_background_task(projector.warm_up)
     service.bus.subscriber(topology.TRACKING, ModelStaged)(projector.on_model_staged)
     service.add_background_task(projector.watch_aliases)

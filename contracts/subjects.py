@@ -103,6 +103,10 @@ def node_lease(node_id: str = "") -> str:
     return f"node.{node_id}"
 
 
+#: Endpoint at which each instance of a service says whether it is ready.
+PRESENCE = "presence"
+
+
 def service(name: str, endpoint: str) -> str:
     """A question that one service answers directly (core NATS request and reply)."""
     return f"svc.{name}.{endpoint}"

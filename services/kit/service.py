@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -11,8 +12,10 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from nats.aio.msg import Msg
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from contracts import subjects
 from services.kit import metrics, telemetry
 from services.kit.bus import Bus
 from services.kit.clock import Clock
@@ -125,6 +128,8 @@ class Service:
     async def _start(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.bus.close)
         await self.bus.connect()
+        # Every instance answers: no queue.
+        await self.bus.add_endpoint(subjects.service(self.name, subjects.PRESENCE), "", self._answer_presence)
         for resource in self._resources:
             await stack.enter_async_context(resource)
         stack.push_async_callback(self.bus.stop)
@@ -136,6 +141,12 @@ class Service:
             for task in done - {stop}:
                 task.result()  # raises what ended it
                 tasks.remove(task)
+
+    async def _answer_presence(self, message: Msg) -> None:
+        """Answer ``trainbus doctor`` on the bus, as /ready does over HTTP."""
+        checks = self.check_readiness()
+        answer = {"instance": self.settings.instance, "ready": all(checks.values()), "checks": checks}
+        await message.respond(json.dumps(answer).encode())
 
     # -- http ---------------------------------------------------------------
 

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from contracts import topology
+from contracts import subjects, topology
+from contracts.events.capacity import PolicyAdopted
+from contracts.texts import plural
 from trainbus.client.address import StackAddress, find_address, find_running_data_dir
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.options import run
 from trainbus.embedded.launch import read_stack
-from trainbus.embedded.layout import WORKER
+from trainbus.embedded.layout import AUTOSCALER, SERVICES, WORKER
 from trainbus.embedded.servers import ServerError, find_binary
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ PACKAGES = {"torch": "torch", "MLflow": "mlflow", "FastStream": "faststream", "S
 Grade = Literal["ok", "note", "missing"]
 #: Memory and disk that a stack needs.
 NEEDED_BYTES = 2 * 2**30
-#: A service that handles a message asks for the next one a moment later.
-PRESENCE_ATTEMPTS, PRESENCE_PAUSE_S = 5, 0.5
+#: Seconds for which a service's answer is awaited; where nobody listens, the server says so at once.
+PRESENCE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,40 +169,58 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
 
 
 async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResult]:
-    """Check by the bus each service that was not checked by its own page: whether it asks for its messages."""
+    """Check by the bus each service that was not checked by its own page."""
     from trainbus.client.connection import connect
 
+    names = sorted({*SERVICES, *topology.SERVICES} - {*checked, WORKER})
     try:
         async with connect(address) as connection:
-            consumers: dict[str, list[topology.Consumer]] = {}
-            for each in topology.CONSUMERS:
-                if each.service not in checked:
-                    consumers.setdefault(each.service, []).append(each)
-            found = [await _presence(connection, name, wanted) for name, wanted in sorted(consumers.items())]
-            return found if WORKER in checked else [*found, await _nodes(connection)]
+            needed = {*SERVICES, *([AUTOSCALER] if await _has_pools(connection) else [])}
+            found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
+            return list(found) if WORKER in checked else [*found, await _nodes(connection)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
 
 
-async def _presence(connection: Connection, service: str, consumers: list[topology.Consumer]) -> CheckResult:
-    """Check that a service waits for messages, or has some in its hands."""
+async def _presence(connection: Connection, service: str, *, is_needed: bool) -> CheckResult:
+    """Check that an instance of a service answers. One that is not ready names its failing checks."""
+    answer = await connection.query(service, subjects.PRESENCE, {}, PRESENCE_TIMEOUT_S)
+    remedy = f"start it: trainbus service {service}"
+    if answer is not None:
+        bad = ", ".join(check for check, holds in (answer.get("checks") or {}).items() if not holds)
+        if answer.get("ready"):
+            return CheckResult(service, "ok", "ready")
+        return CheckResult(service, "missing", f"not ready: {bad or 'starting'}", "see its log, or wait if it starts")
+    pending, is_waiting = await _consumer_state(connection, service)
+    if is_waiting:
+        return CheckResult(service, "ok", "waits for messages")
+    if not is_needed:
+        return CheckResult(service, "note", "does not run; nothing here needs it", remedy)
+    waits = f"; {plural(pending, 'message')} not handled" if pending else ""
+    return CheckResult(service, "missing", f"does not answer{waits}", remedy)
+
+
+async def _consumer_state(connection: Connection, service: str) -> tuple[int, bool]:
+    """Return how many messages a service has yet to handle, and whether it asks for some at this moment.
+
+    A message that is in the hands of a service is no sign of it: it stays there after the service's end.
+    """
     from nats.js.errors import NotFoundError
 
-    pending = 0
-    for attempt in range(PRESENCE_ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(PRESENCE_PAUSE_S)
-        pending = 0
-        for each in consumers:
-            try:
+    pending, is_waiting = 0, False
+    for each in topology.CONSUMERS:
+        if each.service == service:
+            with contextlib.suppress(NotFoundError):
                 state = await connection.js.consumer_info(each.stream, each.name)
-            except NotFoundError:
-                continue
-            if state.num_waiting or state.num_ack_pending:
-                return CheckResult(service, "ok", "answers")
-            pending += state.num_pending or 0
-    waits = f"; {pending} messages wait for it" if pending else ""
-    return CheckResult(service, "missing", f"does not answer{waits}", f"start it: trainbus service {service}")
+                pending += (state.num_pending or 0) + (state.num_ack_pending or 0)
+                is_waiting |= bool(state.num_waiting)
+    return pending, is_waiting
+
+
+async def _has_pools(connection: Connection) -> bool:
+    """Whether the policy in force starts nodes on demand."""
+    adopted = await connection.read_last(topology.FACTS, PolicyAdopted.subject_filter())
+    return adopted is not None and bool(adopted.event.policy.pools.pools)
 
 
 async def _nodes(connection: Connection) -> CheckResult:

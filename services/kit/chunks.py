@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from blake3 import blake3
 
@@ -50,7 +50,8 @@ class FileRange:
     def read(self) -> bytes:
         """Return the bytes; raise OSError if some are missing."""
         with self.path.open("rb") as file:
-            content = os.pread(file.fileno(), self.size_bytes, self.offset)
+            file.seek(self.offset)
+            content = file.read(self.size_bytes)
         if len(content) != self.size_bytes:
             raise OSError(f"{self.path} is shorter than it was")
         return content
@@ -204,12 +205,12 @@ def _temporary_file(target: Path, size_bytes: int) -> Iterator[Path]:
 def _copy_range(source: FileRange, target: Path, offset: int) -> bool:
     """Copy a piece within the file system (shared, where it can); False if the source is not what it was."""
     try:
-        with source.path.open("rb") as file, target.open("r+b") as output:
+        with source.path.open("rb", buffering=0) as file, target.open("r+b", buffering=0) as output:
             begin, left = source.offset, source.size_bytes
             if os.fstat(file.fileno()).st_size < begin + left:
                 return False
             while left:
-                copied = _copy_some(file.fileno(), output.fileno(), begin, offset, left)
+                copied = _copy_some(file, output, begin, offset, left)
                 if not copied:
                     return False
                 begin, offset, left = begin + copied, offset + copied, left - copied
@@ -218,15 +219,16 @@ def _copy_range(source: FileRange, target: Path, offset: int) -> bool:
     return True
 
 
-def _copy_some(source: int, target: int, begin: int, offset: int, most: int) -> int:
+def _copy_some(source: BinaryIO, target: BinaryIO, begin: int, offset: int, most: int) -> int:
     copy: Any = getattr(os, "copy_file_range", None)  # Linux only
     if copy is not None:
         try:
-            copied: int = copy(source, target, most, begin, offset)
+            copied: int = copy(source.fileno(), target.fileno(), most, begin, offset)
             return copied
         except OSError:
             pass  # between file systems, on kernels that cannot
-    content = os.pread(source, min(most, COPY_BYTES), begin)
+    source.seek(begin)
+    content = source.read(min(most, COPY_BYTES))
     write_at(target, content, offset)
     return len(content)
 

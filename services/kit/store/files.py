@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 #: Bytes of a file that a thread hashes at a time: with less, changing threads would cost more than hashing.
 READ_BYTES = 4 * 2**20
@@ -16,12 +15,12 @@ def is_inside(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def write_at(handle: int, content: bytes | memoryview, offset: int) -> None:
-    """Write all of ``content`` at ``offset``; the system may accept less at a time."""
-    view = memoryview(content)
+def write_at(file: BinaryIO, content: bytes | memoryview, offset: int) -> None:
+    """Write all of ``content`` at ``offset`` of a file of the caller's own; the system may accept less at a time."""
+    file.seek(offset)
+    view = memoryview(content).cast("B") if len(content) else memoryview(b"")
     while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[file.write(view) :]
 
 
 def hash_file(path: Path) -> str:
@@ -44,14 +43,15 @@ class FileSink:
         self._path, self._offset, self._digest = path, offset, digest
 
     def __enter__(self) -> Self:
-        self._handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        # Not os.pwrite, which Windows lacks; no buffer, so that a full disk is noticed at the write.
+        self._file = self._path.open("r+b", buffering=0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+        self._file.close()
 
     def __call__(self, content: memoryview) -> None:
         if self._digest is not None:
             self._digest.update(content)
-        write_at(self._handle, content, self._offset)
+        write_at(self._file, content, self._offset)
         self._offset += len(content)

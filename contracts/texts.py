@@ -6,6 +6,7 @@ A sentence is about the run, node, dataset or model of the fact and does not nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +84,11 @@ def format_duration(seconds: float) -> str:
             rest = whole % size // smaller
             return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
     return f"{whole} s"
+
+
+def format_time(moment: datetime) -> str:
+    """Return a time to the second: ``2026-01-31 12:00:00 UTC``."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def format_problems(fact: run.RunRejected) -> str:
@@ -276,9 +282,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
     run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
     run.RunWaiting: lambda e: f"waiting: {e.message}",
-    run.RunReserved: lambda e: (
-        f"reserved to start by {e.start_by:%Y-%m-%d %H:%M:%S} UTC on {plural(len(e.node_ids), 'node')}"
-    ),
+    run.RunReserved: lambda e: f"reserved to start by {format_time(e.start_by)} on {plural(len(e.node_ids), 'node')}",
     run.RunPlaced: _placed,
     run.RunStarted: _started,
     run.RunStalled: _stalled,

@@ -232,8 +232,13 @@ def _check_params(name: str, cls: type[Task], params: Mapping[str, Any]) -> None
         unknown = next((param for param in params if param not in signature.parameters), "")
         similar = difflib.get_close_matches(unknown, signature.parameters, 1) if unknown else []
         hint = f"; did you mean {similar[0]}?" if similar else ""
-        text = f"task {name!r}: params do not fit {cls.__name__}{signature}: {error}{hint}"
+        text = f"task {name!r}: params do not fit {cls.__name__}{_without_types(signature)}: {error}{hint}"
         raise TaskError(text) from error
+
+
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
 
 
 def describe(error: BaseException, code_folder: Path | None = None) -> str:

@@ -348,7 +348,7 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
     failed = world.facts(RunFailed)[-1]
     assert failed.log_tail == ("Traceback", "ValueError")
     assert "2 attempts (max_attempts 2)" in failed.reason
-    assert failed.reason.startswith("ValueError: no; after 2 attempts (max_attempts 2), rank 0 on node")
+    assert failed.reason.startswith("ValueError: no; after 2 attempts (max_attempts 2), rank 0 on ")
 
 
 def test_what_no_attempt_can_change_fails_at_once_and_says_so() -> None:

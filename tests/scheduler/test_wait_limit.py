@@ -84,7 +84,7 @@ def test_why_shows_the_wait_limit() -> None:
     submit(world, "second")
     world.wait(60)
     assert (
-        "it has waited 0:01:00, and after 2:00:00 only short runs go before it"
+        "it has waited 1 m, and after 2 h only short runs go before it"
         in (answer(world.cluster, "second", world.now, world.policy)["message"])
     )
 

@@ -293,7 +293,10 @@ KeyError: 'f0'
         pytest.param(127, ["./a.sh: 3: foo: not found"], "./a.sh: 3: foo: not found", True, id="inner"),
         pytest.param(3, ["loading", "Error: no licence", ""], "Error: no licence (exit code 3)", False, id="other"),
         pytest.param(3, [], "ended with exit code 3 and printed nothing", False, id="silent"),
-        pytest.param(-9, ["step 3"], "was killed by SIGKILL; its last line of output: step 3", False, id="killed"),
+        pytest.param(
+            -9, ["step 3"], "killed by SIGKILL (out of memory?); its last line of output: step 3", False, id="killed"
+        ),
+        pytest.param(137, ["step 3", "Killed"], "killed by SIGKILL (out of memory?)", False, id="killed below a shell"),
     ],
 )
 def test_a_failed_command_is_explained_by_what_it_printed(

@@ -115,7 +115,7 @@ def spec(**more: Any) -> RunSpec:
     ("request_", "slots", "problem"),
     [
         pytest.param(spec(), (0, 1), None, id="fits"),
-        pytest.param(spec(), (0, 2), r"slots \[2\] are not on node", id="a slot that is not there"),
+        pytest.param(spec(), (0, 2), r"slots \[2\] are not on ", id="a slot that is not there"),
         pytest.param(spec(), (0, 0), "was given 2 ranks for slots", id="one slot twice"),
         pytest.param(spec(resources={"share": 0}), (0, 0), None, id="without a device any slots do"),
     ],

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from contracts import subjects, topology
-from contracts.texts import format_reason, plural
+from contracts.texts import DEFAULT_REASONS, format_reason, plural
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.runs import read_run
@@ -75,6 +75,8 @@ def recorded_reason(view: RunView) -> str:
             return "every rank succeeded"
         case "completed":
             return f"{view.verdict}, {view.verdict_reason}"
+        case "cancelled" if view.reason in DEFAULT_REASONS:
+            return "by request"
         case _:
             return view.reason or "no reason was given"
 

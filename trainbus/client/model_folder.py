@@ -193,11 +193,7 @@ class _CheckpointSource:
 def loading_lines(folder: Path, paths: Sequence[Path]) -> tuple[str, ...]:
     """Return lines of Python that load what is in a fetched folder."""
     if (folder / DESCRIPTION).is_file() and (folder / WEIGHTS).is_file():
-        return (
-            "import trainbus",
-            "from safetensors.torch import load_file",
-            f"model, weights = trainbus.load_model({str(folder)!r}), load_file({str(folder / WEIGHTS)!r})",
-        )
+        return ("import trainbus", f"model = trainbus.load_model({str(folder)!r})")
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return ("from transformers import AutoModel", f"model = AutoModel.from_pretrained({str(folder)!r})")
     for suffix, (imported, call) in LOADERS.items():

@@ -38,7 +38,8 @@ class SubmitOptions(TypedDict, total=False):
         str | None, "The metric that makes a checkpoint the best: it is kept and is RUN@best. accuracy, test/loss:min."
     ]
     torch: Annotated[
-        str | None, "node: run with the torch of the node, whatever the project asks for (default). project: its own."
+        str | None,
+        "node: run with the torch of the node, also if the project asks for another (default). project: its own.",
     ]
     experiment: Annotated[str | None, "The experiment in MLflow."]
     team: Annotated[str | None, "The team whose quota counts, for example research/vision."]

@@ -226,7 +226,7 @@ def _merge_checkpoints(row: list[TimelineEntry]) -> list[TimelineEntry]:
         return []
     last = row[-1]
     more = f"{len(row)} checkpoints, the last: " if len(row) > 1 else ""
-    text = more + last.text.removeprefix("checkpoint ") if more else last.text
+    text = more + last.text.removeprefix("checkpoint of ") if more else last.text
     return [TimelineEntry(last.sequence, last.time, last.fact, text)]
 
 

@@ -165,7 +165,7 @@ def _judge_improvement(criteria: Criteria, evidence: Evidence, value: float) -> 
     name, least = criteria.evaluation.metric, criteria.min_improvement
     gate = "improvement"
     if evidence.champion is None:
-        beyond = f" and passes the threshold {_n(criteria.threshold)}" if criteria.threshold is not None else ""
+        beyond = f" passes the threshold {_n(criteria.threshold)}" if criteria.threshold is not None else ""
         return GateVerdict(name=gate, passed=True, words=f"{name} {_n(value)}{beyond}; the model had no champion")
     best = metric_value(evidence.champion, name)
     if best is None:

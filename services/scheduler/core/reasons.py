@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from contracts.texts import format_time
 from services.scheduler.core.decisions import Code
 from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
@@ -69,10 +70,10 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
         case "fragmented":
             return _unlike(cluster, run, why)
         case "paused":
-            when = why.retry_at.isoformat(timespec="seconds") if why.retry_at else "soon"
+            when = format_time(why.retry_at) if why.retry_at else "soon"
             return f"broke {run.setbacks} times in a row without a new checkpoint; the next try is at {when}"
         case "reserved":
-            when = why.start_by.isoformat(timespec="seconds") if why.start_by else "soon"
+            when = format_time(why.start_by) if why.start_by else "soon"
             return (
                 f"needs at least {_slots(need)}, {why.idle} of {why.capacity} are free but kept for run {why.ahead}, "
                 f"which starts at {when} at the latest; with a scheduling.limit_s that ends before, it could go first"

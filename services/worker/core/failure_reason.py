@@ -50,7 +50,12 @@ def explain_exit(
     printed = [_RANK_PREFIX.sub("", line).rstrip() for line in lines]
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
     if code < 0 or 128 < code < 160:
-        return FailureReason(_shorten(describe_exit(code) + (f"; its last line of output: {last}" if last else "")))
+        killed = describe_exit(code).removeprefix("was ")
+        if killed.endswith("SIGKILL"):
+            killed += " (out of memory?)"
+        # A shell that waits for the killed program prints a line of its own.
+        printed_last = f"; its last line of output: {last}" if last and last != "Killed" else ""
+        return FailureReason(_shorten(killed + printed_last))
     if (refused := _explain_refusal(code, last, command)) is not None:
         return refused
     found = _last_traceback(printed)

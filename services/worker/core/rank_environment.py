@@ -223,7 +223,7 @@ def slot_problem(spec: RunSpec, member: Member, slots: int) -> str | None:
         return None if len(member.slots) == len(member.ranks) else _mismatch(member)
     wrong = [slot for slot in member.slots if not 0 <= slot < slots]
     if wrong:
-        return f"slots {wrong} are not on node {member.node_id}, which has {slots}"
+        return f"slots {wrong} are not on {member.node_id}, which has {slots}"
     if len(member.slots) != len(member.ranks) or len(set(member.slots)) != len(member.slots):
         return _mismatch(member)
     return None

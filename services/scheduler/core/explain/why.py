@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from contracts.scheduling import Policy
+from contracts.texts import format_duration
 from services.scheduler.core import reasons
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.estimate import ReleaseTimes
@@ -46,7 +47,7 @@ def answer(
         )
     limit_s = queue.wait_limit_s(cluster, run, policy)
     if limit_s < math.inf:
-        waited, limit = (timedelta(seconds=round(each)) for each in (run.waited_s(now), limit_s))
+        waited, limit = map(format_duration, (run.waited_s(now), limit_s))
         said["message"] += f"; it has waited {waited}, and after {limit} only short runs go before it"
     changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.victims else []
     if changes:

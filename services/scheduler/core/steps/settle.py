@@ -191,7 +191,7 @@ def _notice_text(home: Node) -> str:
 def _stalled_text(stalled: RunStalled) -> str:
     without = " and goes on without that node" if stalled.on_stall == "exclude" else ""
     return (
-        f"rank {stalled.rank} on node {stalled.node_id} has made no step for {stalled.silent_s:.3g} s after step "
+        f"rank {stalled.rank} on {stalled.node_id} has made no step for {stalled.silent_s:.3g} s after step "
         f"{stalled.step} (the median step takes {stalled.median_step_s:.3g} s); it restarts{without}"
     )
 
@@ -263,7 +263,7 @@ def _crashed(run: Run) -> FailRun | QueueRun:
     part = hopeless or run.culprit
     exited = part.exit if part else None
     why = (exited.reason if exited else "") or "its ranks failed"
-    where = f", rank {exited.rank} on node {exited.node_id}" if exited and exited.rank is not None else ""
+    where = f", rank {exited.rank} on {exited.node_id}" if exited and exited.rank is not None else ""
     code = f", exit code {exited.exit_code}" if exited and exited.exit_code is not None else ""
     if hopeless:
         limit = "another would end the same way"
@@ -299,4 +299,4 @@ def _broken_text(part: MemberState) -> str:
     if part.ended == "lost":
         return f"node {part.node_id} is lost"
     reason = part.exit.reason if part.exit else ""
-    return f"ranks on node {part.node_id} failed: {reason}"[:500] if reason else f"ranks on node {part.node_id} failed"
+    return f"ranks on {part.node_id} failed: {reason}"[:500] if reason else f"ranks on {part.node_id} failed"

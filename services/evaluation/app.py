@@ -103,16 +103,27 @@ class Evaluator:
         async with self._lock:
             await self._catch_up()
             failures: dict[str, Exception] = {}
-            for run_id in [run_id for run_id, candidate in self._state.open.items() if candidate.completed]:
-                try:
-                    await self._settle(run_id)
-                except Exception as error:
-                    log.warning("candidate not settled", run_id=run_id, error=repr(error))
-                    failures[run_id] = error
+            promotions = -1
+            # Who waits for somebody is judged again once another one is promoted.
+            while promotions != (promotions := self._count_promotions()):
+                failures = await self._settle_each()
             open_ = [candidate for candidate in self._state.open.values() if candidate.completed]
             metrics.OPEN.set(sum(not each.awaited for each in open_))
             metrics.AWAITING.set(sum(bool(each.awaited) for each in open_))
             return failures
+
+    async def _settle_each(self) -> dict[str, Exception]:
+        failures: dict[str, Exception] = {}
+        for run_id in [run_id for run_id, candidate in self._state.open.items() if candidate.completed]:
+            try:
+                await self._settle(run_id)
+            except Exception as error:
+                log.warning("candidate not settled", run_id=run_id, error=repr(error))
+                failures[run_id] = error
+        return failures
+
+    def _count_promotions(self) -> int:
+        return sum(map(len, self._state.models.values()))
 
     async def settle_periodically(self) -> None:
         """Settle candidates whose message became a dead letter while the object store was away."""

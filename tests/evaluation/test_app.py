@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,16 @@ from contracts.events.run import (
     RunPrepared,
     RunRejected,
 )
-from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
+from contracts.events.train import (
+    ApproveRequested,
+    ConfigureRequested,
+    PromoteRequested,
+    RollbackRequested,
+    StageRequested,
+    TrainRequested,
+)
+from contracts.predictions import PREDICTIONS_FILE, PredictionsInfo, PredictionsWriter
+from contracts.spec.gates import ModelGates
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Evaluation
 from services.evaluation.app import Evaluator, build
@@ -99,6 +110,21 @@ class Rig:
         await self.accept(run_id)
         metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
         return await self.publish(RunCompleted(run_id=run_id, generation=1, metrics=metrics, **fields))
+
+    async def predictions(self, run_id: str, wrong: Iterable[int], samples: int = 400) -> Artifact:
+        """Store predictions of one class that are wrong for these samples."""
+        mistakes = set(wrong)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / PREDICTIONS_FILE
+            with PredictionsWriter(path, PredictionsInfo(classes=("a", "b"), score_of="accuracy")) as writer:
+                ids = [f"k{number}" for number in range(samples)]
+                answers = [int(number in mistakes) for number in range(samples)]
+                writer.write({"id": ids, "target": [0] * samples, "prediction": answers})
+            content = path.read_bytes()
+        uri = f"s3://{self.settings.bucket_models}/digits/{run_id}/{PREDICTIONS_FILE}"
+        await self.objects.put(uri, content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        return Artifact(name=PREDICTIONS_FILE, uri=uri, sha256=sha256, size_bytes=len(content))
 
     async def through(self, run_id: str, accuracy: float, **fields: Any) -> None:
         """The whole way of one training: completed, measured, decided."""
@@ -454,3 +480,146 @@ async def test_a_request_that_cannot_be_met_says_why(rig: Rig) -> None:
         with pytest.raises(PoisonMessage, match=words):
             await on_request(received)
     assert await rig.champions() == [(1, "ra")]
+
+
+async def test_a_candidate_that_fails_harms_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another's message is handled while the store loses one candidate's report, and the candidate goes on later."""
+    await rig.evaluator.on_run_ended(await rig.trained("rbad"))
+    await rig.evaluator.on_run_ended(await rig.trained("rgood"))
+    put = rig.objects.put
+
+    async def put_others(uri: str, *args: Any, **fields: Any) -> None:
+        if "/rbad/evaluation/" in uri:
+            raise RuntimeError("the disk is full")
+        await put(uri, *args, **fields)
+
+    monkeypatch.setattr(rig.objects, "put", put_others)
+    bad = await rig.measured(evaluation_id("rbad"), 0.8)
+    good = await rig.measured(evaluation_id("rgood"), 0.9)
+    await rig.evaluator.on_run_ended(good)
+    await complete_elsewhere(rig, "rother")
+    await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="other", run_id="rother"), "p0"))
+    assert await rig.champions() == [(1, "rgood")]
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        await rig.evaluator.on_run_ended(bad)
+    monkeypatch.setattr(rig.objects, "put", put)
+    assert await rig.restarted().settle_all() == {}
+    [refused] = await rig.facts("run.rbad.not_promoted")
+    assert "against the champion's 0.9 (rgood)" in refused.reason
+
+
+async def complete_elsewhere(rig: Rig, run_id: str) -> None:
+    """A run that competes for nothing, completed with a checkpoint."""
+    await rig.publish(
+        RunAccepted(run_id=run_id, spec=RunSpec(name="x", command=["x"]), request_id="1", request_source="t")
+    )
+    checkpoint = rig.checkpoint(run_id)
+    await rig.objects.put(checkpoint.uri, b"{}")
+    await rig.publish(RunCompleted(run_id=run_id, generation=1, checkpoint=checkpoint))
+
+
+async def configured(rig: Rig, request_id: str, **gates: Any) -> None:
+    request = ConfigureRequested(model="m", gates=ModelGates.model_validate(gates))
+    await rig.evaluator.on_configure_requested(rig.ask(request, request_id))
+
+
+async def test_a_candidate_waits_for_approval_and_is_promoted_once(rig: Rig) -> None:
+    await configured(rig, "c1", approval=True, threshold=0.5)
+    await rig.through("ra", 0.9)
+    await rig.through("rb", 0.4)
+    assert await rig.champions() == []
+    [pending] = await rig.facts("run.ra.promotion_pending")
+    assert (pending.awaits, [gate.name for gate in pending.gates]) == (
+        "approval",
+        ["threshold", "improvement", "approval"],
+    )
+    [refused] = await rig.facts("run.rb.not_promoted")
+    assert refused.reason == "accuracy 0.4 is below the threshold 0.5"
+    assert {gate.name: gate.passed for gate in refused.gates} == {
+        "threshold": False,
+        "improvement": True,
+        "approval": None,
+    }
+    approve = rig.ask(ApproveRequested(model="m", run_id="ra", user="ada", reason="looked at it"), "a1")
+    await rig.evaluator.on_approve_requested(approve)
+    await rig.restarted().on_approve_requested(approve)
+    assert await rig.champions() == [(1, "ra")]
+    assert len(await rig.facts("model.m.approved")) == 1
+    [promoted] = await rig.facts("run.ra.promoted")
+    assert "approved by ada: looked at it" in promoted.reason
+    assert len(await rig.facts("run.ra.promotion_pending")) == 1
+    # A decline settles the next one; the champion stays.
+    await rig.through("rc", 0.95)
+    decline = ApproveRequested(model="m", run_id="rc", approved=False, user="bob")
+    await rig.evaluator.on_approve_requested(rig.ask(decline, "a2"))
+    [declined] = await rig.facts("run.rc.not_promoted")
+    assert "declined by bob" in declined.reason
+    assert await rig.champions() == [(1, "ra")]
+
+
+async def test_who_waits_is_judged_again_when_the_champion_or_the_gates_change(rig: Rig) -> None:
+    await rig.through("ra", 0.7)
+    await configured(rig, "c1", approval=True)
+    await rig.through("rb", 0.8)
+    await rig.through("rc", 0.9)
+    await rig.evaluator.on_approve_requested(rig.ask(ApproveRequested(model="m", run_id="rc"), "a1"))
+    assert await rig.champions() == [(1, "ra"), (2, "rc")]
+    [refused] = await rig.facts("run.rb.not_promoted")
+    assert "against the champion's 0.9 (rc): not better" in refused.reason
+    await rig.through("rd", 0.95)
+    await configured(rig, "c2")
+    assert (await rig.champions())[-1] == (3, "rd")
+
+
+async def test_a_confident_gate_measures_a_champion_without_predictions_again(rig: Rig) -> None:
+    await rig.through("ra", 0.9)
+    await configured(rig, "c1", confidence=0.95)
+    await rig.evaluator.on_run_ended(await rig.trained("rb"))
+    own = await rig.predictions("rb", wrong=range(20))
+    await rig.evaluator.on_run_ended(await rig.measured(evaluation_id("rb"), 0.95, artifacts=(own,)))
+    champion_id = run_id_for(SOURCE, f"evaluate/ra/{D1}")
+    assert champion_id in await rig.requests()
+    assert await rig.facts("run.rb.evaluated") == []
+    other = await rig.predictions("ra", wrong=range(40))
+    await rig.evaluator.on_run_ended(await rig.measured(champion_id, 0.9, artifacts=(other,)))
+    [evaluated] = await rig.facts("run.rb.evaluated")
+    [improvement] = evaluated.gates
+    assert improvement.name == "improvement"
+    assert improvement.passed
+    assert improvement.interval[0] > 0
+    assert (await rig.champions())[-1] == (2, "rb")
+
+
+async def test_aliases_and_gates_are_set_once_and_bad_requests_say_why(rig: Rig) -> None:
+    await rig.through("ra", 0.9)
+    stage = rig.ask(StageRequested(model="m", alias="staging", version=1), "s1")
+    await rig.evaluator.on_stage_requested(stage)
+    await rig.restarted().on_stage_requested(stage)
+    assert [(fact.alias, fact.version, fact.run_id) for fact in await rig.facts("model.m.staged")] == [
+        ("staging", 1, "ra")
+    ]
+    await configured(rig, "c1", threshold=0.5)
+    await configured(rig, "c1", threshold=0.5)
+    [fact] = await rig.facts("model.m.configured")
+    assert (fact.version, fact.gates.threshold) == (1, 0.5)
+    handlers: dict[str, tuple[Any, Any, str]] = {
+        "stale": (
+            rig.evaluator.on_configure_requested,
+            ConfigureRequested(model="m", gates=ModelGates(), replaces=0),
+            "at version 1, not 0",
+        ),
+        "no version": (
+            rig.evaluator.on_stage_requested,
+            StageRequested(model="m", alias="a", version=9),
+            "no version 9; there is: 1",
+        ),
+        "no alias": (rig.evaluator.on_stage_requested, StageRequested(model="m", alias="a"), "no alias 'a'"),
+        "no candidate": (
+            rig.evaluator.on_approve_requested,
+            ApproveRequested(model="m", run_id="ra"),
+            "no open candidate",
+        ),
+    }
+    for case, (handle, request, words) in handlers.items():
+        with pytest.raises(PoisonMessage, match=words):
+            await handle(rig.ask(request, case))

@@ -1,4 +1,4 @@
-"""Commands about the cluster: its nodes, its models, and simulations of it."""
+"""Commands about the cluster: its nodes, and simulations of it."""
 
 from __future__ import annotations
 
@@ -44,17 +44,3 @@ async def drain(
     """Take a node out of use; its runs move to other nodes."""
     answer = await client.drain(node, reason)
     print(f"{node}: {answer or 'drain requested; the scheduler has not answered yet'}")
-
-
-@command(app, rich_help_panel=PANEL)
-async def models(client: AsyncClient, as_json: Json = False) -> None:
-    """List the registered models and their champions."""
-    from trainbus.commands.run_tables import render_models
-
-    found = await client.models()
-    if as_json:
-        print(render.as_json(found))
-    elif found:
-        render.console().print(render_models(found, render.utc_now()))
-    else:
-        print("no champions yet: a run with `evaluation` competes for one")

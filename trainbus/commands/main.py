@@ -16,7 +16,9 @@ from trainbus.commands import (
     datasets,
     dead_letters,
     lake,
+    models,
     render,
+    report,
     results,
     runs,
     scheduler,
@@ -33,10 +35,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (stack, runs, results, lake, cluster):
+for group in (stack, runs, results, report, lake, cluster):
     app.add_typer(group.app)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
+app.add_typer(models.app, name="models", rich_help_panel="Runs")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
 

@@ -14,7 +14,7 @@ from contracts.events.run import CheckpointRef
 from contracts.main_metric import choose_main_metric
 from contracts.texts import DEFAULT_REASONS, format_duration, plural
 from trainbus.client.address import StackAddress
-from trainbus.client.views import ModelView, NodeView, RunView, TimelineEntry
+from trainbus.client.views import NodeView, RunView, TimelineEntry
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
@@ -251,15 +251,6 @@ def render_nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datet
 
 def _is_out_of_use(view: NodeView) -> bool:
     return view.state in ("draining", "notice", "unfit")
-
-
-def render_models(views: Iterable[ModelView], now: datetime) -> Table:
-    made = render.table("model", "version", "run", "metrics", "since", right=("version", "since"))
-    for view in views:
-        made.add_row(
-            view.model, str(view.version), view.run_id, render.numbers(view.metrics), render.ago(view.promoted_at, now)
-        )
-    return made
 
 
 def print_wait(answer: dict[str, Any]) -> None:

@@ -1,0 +1,70 @@
+"""The report of a run's evaluation: found by the log, read from the store, every hash verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from contracts import subjects, topology
+from contracts.events.run import Artifact, RunEvaluated, RunNotPromoted, RunPromoted, RunPromotionPending
+from contracts.texts import describe
+from services.kit.store.errors import ObjectNotFound
+from trainbus.client.address import StackAddress
+from trainbus.client.connection import Connection
+from trainbus.client.errors import NotFoundError, TrainbusError
+from trainbus.client.object_store import open_object_store
+
+RESULTS = (RunPromotionPending, RunNotPromoted, RunPromoted)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """A run's report, and what became of the run since."""
+
+    run_id: str
+    evaluated: RunEvaluated
+    #: ``report.json``; None for evaluations of a version that wrote none.
+    content: dict[str, Any] | None
+    #: The last fact about the run's promotion, in words; '' if there is none yet.
+    result: str
+    files: dict[str, Artifact]
+
+
+async def read_report(connection: Connection, address: StackAddress, run_id: str) -> EvaluationReport:
+    """Return the report of a run.
+
+    Raises:
+        NotFoundError: the run is not evaluated.
+        TrainbusError: the report is gone from the store, or is not what the evaluation wrote.
+    """
+    stored = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunEvaluated.fact))
+    results = await connection.read(*(subjects.fact("run", run_id, event.fact) for event in RESULTS))
+    result = describe(results[-1].event) if results else ""
+    if stored is None:
+        raise NotFoundError(
+            f"run {run_id} has no report: {result or 'it is not evaluated'} (a run with `evaluation` and `model` is "
+            f"evaluated once it has completed; `trainbus why {run_id}` says where it is)"
+        )
+    files = {each.name: each for each in stored.event.report}
+    content = None
+    if "report.json" in files:
+        content = json.loads(await read_file(address, files["report.json"]))
+    return EvaluationReport(run_id, stored.event, content, result, files)
+
+
+async def read_file(address: StackAddress, artifact: Artifact) -> bytes:
+    """Return a file of the report.
+
+    Raises:
+        TrainbusError: it is gone, or its hash is another.
+    """
+    async with open_object_store(address) as objects:
+        try:
+            content = await objects.get(artifact.uri)
+        except ObjectNotFound:
+            raise TrainbusError(f"{artifact.uri} is no longer in the store; MLflow may have a copy") from None
+    if hashlib.sha256(content).hexdigest() != artifact.sha256:
+        raise TrainbusError(f"{artifact.uri} is not the report that was written: its SHA-256 is another")
+    return content

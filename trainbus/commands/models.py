@@ -1,0 +1,271 @@
+"""``trainbus models``: list and show registered models; promote, roll back, approve, stage; set gates."""
+
+from __future__ import annotations
+
+import getpass
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from contracts.base import TOKEN_PATTERN
+from contracts.texts import describe
+from trainbus.client.errors import UsageError
+from trainbus.commands import render
+from trainbus.commands.options import DataDir, Json, Run, StackName, choose_data_dir, command, with_client
+
+if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient
+    from trainbus.client.models import ModelRecord
+
+app = typer.Typer(help="Models: list and show them, promote, roll back, approve, stage, and set their gates.")
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the registered model.")]
+Reason = Annotated[str, typer.Option(help="Why; it is written into the log.")]
+
+
+@app.callback(invoke_without_command=True)
+def default(context: typer.Context, data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
+    """Models: list and show them, promote, roll back, approve, stage, and set their gates."""
+    if context.invoked_subcommand is None:
+        # What this command printed before it had subcommands.
+        with_client(
+            choose_data_dir(data_dir, stack), lambda client: _list(client, as_json=as_json, only_champions=True)
+        )
+    elif data_dir is not None or stack is not None or as_json:
+        raise UsageError(f"give the options after the command: `trainbus models {context.invoked_subcommand} ...`")
+
+
+@command(app)
+async def ls(client: AsyncClient, as_json: Json = False) -> None:
+    """List the models: champions, aliases, and candidates whose promotion waits for somebody."""
+    await _list(client, as_json=as_json)
+
+
+async def _list(client: AsyncClient, *, as_json: bool, only_champions: bool = False) -> None:
+    from trainbus.client.models import read_models
+
+    if as_json and only_champions:
+        print(render.as_json(await client.models()))
+        return
+    found = await read_models(client.connection)
+    if as_json:
+        print(render.as_json([record.to_plain() for record in found.values()]))
+    elif not found:
+        print("no champions yet: a run with `evaluation` competes for one")
+    else:
+        _print_models(found)
+
+
+def _print_models(found: dict[str, ModelRecord]) -> None:
+    table = render.table("model", "version", "run", "metrics", "aliases", "since", right=("version", "since"))
+    now = render.utc_now()
+    for record in found.values():
+        champion = record.champion
+        table.add_row(
+            record.model,
+            str(champion.version) if champion else "",
+            champion.run_id if champion else "",
+            render.numbers(champion.metrics) if champion else "",
+            render.escape(_aliases(record)),
+            render.ago(champion.promoted_at, now) if champion else "",
+        )
+    render.console().print(table)
+    for record in found.values():
+        _print_pending(record)
+
+
+def _aliases(record: ModelRecord) -> str:
+    return ", ".join(f"{alias}=v{fact.version}" for alias, fact in sorted(record.settings.aliases.items()))
+
+
+def _print_pending(record: ModelRecord) -> None:
+    for run_id, fact in record.pending.items():
+        step = f"trainbus models approve {record.model} {run_id}"
+        if fact.awaits == "reproduction":
+            step = f"trainbus reproduce {run_id}"
+        render.console().print(
+            f"[yellow]{run_id} awaits {fact.awaits}[/] for {record.model}: `{step}` "
+            f"(its report: `trainbus report {run_id}`)",
+            soft_wrap=True,
+        )
+
+
+@command(app)
+async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
+    """Show a model: every version, its gates, its aliases and who waits."""
+    from trainbus.client.models import find_model
+
+    record = await find_model(client.connection, name)
+    if as_json:
+        print(render.as_json(record.to_plain()))
+        return
+    table = render.table("version", "run", "metrics", "reason", "since", right=("version", "since"))
+    now, champion = render.utc_now(), record.champion
+    for each in reversed(record.versions):
+        marks = [alias for alias, fact in record.settings.aliases.items() if fact.version == each.version]
+        label = ", ".join((["champion"] if each is champion else []) + sorted(marks))
+        back = "rolled back: " if each.rollback else ""
+        table.add_row(
+            f"{each.version}" + (f" [green]{render.escape(label)}[/]" if label else ""),
+            each.run_id,
+            render.numbers(each.metrics),
+            render.escape(back + each.reason),
+            render.ago(each.promoted_at, now),
+        )
+    render.console().print(table)
+    _print_gates(record)
+    _print_pending(record)
+
+
+def _print_gates(record: ModelRecord) -> None:
+    from trainbus.commands import toml_writer
+
+    plain = record.settings.gates.model_dump(mode="json", exclude_defaults=True)
+    if plain:
+        print(f"gates (version {record.settings.configuration}):")
+        print("".join(f"  {line}\n" if line else "" for line in toml_writer.dumps(plain).splitlines()), end="")
+    else:
+        print(f"no gates of its own; a run's `evaluation` decides (`trainbus models gates {record.model} --set ...`)")
+
+
+@command(app)
+async def promote(
+    client: AsyncClient, model: Name, run: Run, reason: Reason = "promoted by request", as_json: Json = False
+) -> None:
+    """Make a run's result the champion, whatever the gates found."""
+    from contracts.events.train import PromoteRequested
+    from trainbus.client.models import read_models
+
+    run_id = await client.find_run(run)
+    known = (await read_models(client.connection)).get(model)
+    if known is not None and known.champion is not None and known.champion.run_id == run_id:
+        raise UsageError(f"run {run_id} is the champion of {model} already (version {known.champion.version})")
+    await _request(client, PromoteRequested(model=_checked(model), run_id=run_id, reason=reason), model, as_json)
+
+
+@command(app)
+async def rollback(
+    client: AsyncClient, model: Name, reason: Reason = "rolled back by request", as_json: Json = False
+) -> None:
+    """Make the champion before the present one champion again."""
+    from contracts.events.train import RollbackRequested
+
+    await _request(client, RollbackRequested(model=_checked(model), reason=reason), model, as_json)
+
+
+@command(app)
+async def approve(
+    client: AsyncClient,
+    model: Name,
+    run: Run,
+    decline: Annotated[bool, typer.Option("--decline", help="Decline it: the run is not promoted.")] = False,
+    reason: Reason = "",
+    as_json: Json = False,
+) -> None:
+    """Approve a candidate that waits for it, or decline it."""
+    from contracts.events.train import ApproveRequested
+
+    run_id = await client.find_run(run)
+    request = ApproveRequested(model=_checked(model), run_id=run_id, approved=not decline, reason=reason, user=_user())
+    await _request(client, request, model, as_json)
+
+
+@command(app)
+async def stage(
+    client: AsyncClient,
+    model: Name,
+    alias: Annotated[str, typer.Argument(help="The alias: staging, canary, ...")],
+    version: Annotated[
+        int | None, typer.Argument(min=1, help="The version that it names from now on; default: the champion.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    reason: Reason = "staged by request",
+    as_json: Json = False,
+) -> None:
+    """Let an alias name a version of a model, or remove the alias."""
+    from contracts.events.train import StageRequested
+    from trainbus.client.models import find_model
+
+    if remove and version is not None:
+        raise UsageError("give either a version or --remove")
+    if not remove and version is None:
+        version = (await find_model(client.connection, model)).find("champion").version
+    fields: dict[str, Any] = {"model": model, "alias": alias, "version": version, "reason": reason, "user": _user()}
+    await _request(client, _validated(StageRequested, fields), model, as_json)
+
+
+@command(app)
+async def gates(
+    client: AsyncClient,
+    model: Name,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE|FILE.toml", help="Change a gate, or set all from a file; repeatable."),
+    ] = None,
+    unset: Annotated[list[str] | None, typer.Option(help="Remove a gate; repeatable.")] = None,
+    reason: Reason = "configured by request",
+    as_json: Json = False,
+) -> None:
+    """Show a model's gates, or change them: `--set confidence=0.95 --set slices.class.max_regression=0.02`."""
+    from contracts.events.train import ConfigureRequested
+    from trainbus.client.models import ModelRecord, change_gates, read_models
+
+    record = (await read_models(client.connection)).get(model) or ModelRecord(model)
+    if changes or unset:
+        made = change_gates(record.settings.gates, changes or (), unset or ())
+        request = ConfigureRequested(
+            model=_checked(model),
+            gates=made,
+            replaces=record.settings.configuration,
+            reason=reason,
+            user=_user(),
+        )
+        fact = await _request(client, request, model, as_json=False, quiet=True)
+        record.settings.apply(fact)
+    if as_json:
+        plain = record.to_plain()
+        print(render.as_json({name: plain[name] for name in ("model", "gates", "configuration")}))
+    else:
+        _print_gates(record)
+
+
+async def _request(client: AsyncClient, request: Any, model: str, as_json: bool, quiet: bool = False) -> Any:
+    """Publish a request, wait for what becomes of it, and print that."""
+    from trainbus.client.models import publish_and_wait
+
+    fact = await publish_and_wait(client.connection, request, model)
+    if as_json:
+        print(render.as_json(fact))
+    elif not quiet:
+        print(f"{model}: {render.visible(describe(fact))}")
+    return fact
+
+
+def _checked(model: str) -> str:
+    """Return a model's name.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    if not re.match(TOKEN_PATTERN, model):
+        raise UsageError(f"{model!r} is no name of a model: letters, digits, - and _, at most 128")
+    return model
+
+
+def _validated(request: Any, fields: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    from contracts.problems import describe_problems, join_problems
+
+    try:
+        return request(**fields)
+    except ValidationError as error:
+        raise UsageError(join_problems(describe_problems(error, fields))) from error
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()[:200]
+    except (KeyError, OSError):
+        return None  # a container's user has no name

@@ -29,6 +29,7 @@ from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
 from services.gateway.mlflow_pages import find_mlflow_url
+from services.gateway.model_routes import model_routes
 from services.gateway.packages import package_routes
 from services.gateway.page import (
     CONTENT_SECURITY_POLICY,
@@ -80,6 +81,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(_catalog_routes(projection, settings))
+    app.include_router(model_routes(commands, projection, _json_body))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
     return app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 
@@ -27,6 +27,9 @@ WHY_TIMEOUT_S = 2.0
 MAX_KEY = 255
 
 
+R = TypeVar("R", bound=Request)
+
+
 class BusUnavailable(Exception):
     """The bus does not answer; the same request may be sent again under the same key."""
 
@@ -38,19 +41,29 @@ class Commands:
         self._bus = bus
 
     def parse_train(self, body: bytes, key: str) -> tuple[TrainRequested, Envelope]:
-        """The request in ``body``.
+        """The train request in ``body``.
 
         Raises:
             InvalidData: with the problem of each field, as the contract states it.
         """
-        envelope = self.envelope(TrainRequested, key)
+        return self.parse(TrainRequested, body, key)
+
+    def parse(self, kind: type[R], body: bytes, key: str, **fields: str) -> tuple[R, Envelope]:
+        """The request in ``body``; ``fields`` are those that the address holds.
+
+        Raises:
+            InvalidData: with the problem of each field, as the contract states it.
+        """
+        envelope = self.envelope(kind, key)
         try:
             data = read_json(body)
         except EnvelopeError as error:
             raise InvalidData(envelope, [("", str(error))]) from error
+        if fields and isinstance(data, dict):
+            data = {**data, **fields}
         request = parse(envelope, data)
-        if not isinstance(request, TrainRequested):
-            raise InvalidData(envelope, [("", "the body must be a train request")])
+        if not isinstance(request, kind):
+            raise InvalidData(envelope, [("", f"the body must be a {kind.verb} request")])
         return request, envelope
 
     def envelope(self, request: type[Request], key: str) -> Envelope:

@@ -103,6 +103,10 @@ class RunFilter:
         return found
 
 
+#: The start of the verdict of a run whose promotion waits for somebody.
+AWAITING = "awaiting_"
+
+
 async def list_runs(store: Store, wanted: RunFilter, *, limit: int, cursor: str | None) -> views.RunPage:
     """Runs, newest first."""
     newest_first = (RUNS.c.requested_at.desc(), RUNS.c.run_id.desc())
@@ -225,6 +229,27 @@ async def models(store: Store, limit: int) -> list[views.ModelVersion]:
     for row in rows:
         champions.setdefault(row["name"], row["version"])
     return [views.ModelVersion(**row, champion=champions[row["name"]] == row["version"]) for row in rows]
+
+
+async def model_versions(store: Store, name: str) -> list[views.ModelVersion]:
+    """The versions of one model, the newest first."""
+    rows = await store.fetch(sa.select(MODELS).where(MODELS.c.name == name).order_by(MODELS.c.version.desc()))
+    return [views.ModelVersion(**row, champion=number == 0) for number, row in enumerate(rows)]
+
+
+async def pending_promotions(store: Store, model: str) -> list[views.PendingPromotion]:
+    """The runs whose promotion waits for somebody, the oldest first."""
+    query = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.verdict, RUNS.c.verdict_reason)
+    query = query.where(RUNS.c.model == model, RUNS.c.verdict.startswith(AWAITING)).order_by(RUNS.c.ended_at)
+    return [
+        views.PendingPromotion(
+            run_id=row["run_id"],
+            name=row["name"],
+            awaits=row["verdict"].removeprefix(AWAITING),
+            reason=row["verdict_reason"],
+        )
+        for row in await store.fetch(query)
+    ]
 
 
 async def states(store: Store) -> dict[str, int]:

@@ -379,6 +379,39 @@ class Models(View):
     models: list[ModelVersion]
 
 
+class PendingPromotion(View):
+    """A run that passed every other gate, and what its promotion waits for."""
+
+    run_id: str
+    name: str
+    #: approval or reproduction.
+    awaits: str
+    reason: str | None
+
+
+class ModelDetail(View):
+    """Everything about one registered model."""
+
+    model: str
+    #: The newest first.
+    versions: list[ModelVersion]
+    #: Those that are set.
+    gates: dict[str, Any]
+    #: Version of the gates; 0: none were ever set.
+    configuration: int
+    aliases: dict[str, int]
+    pending: list[PendingPromotion]
+
+
+class AcceptedModelRequest(View):
+    """The request is on the bus; the model's facts show its result, a dead letter why it was refused."""
+
+    model: str
+    request_id: str
+    duplicate: bool = False
+    sequence: int
+
+
 def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
     """A ``runs`` row in the shape of ``RunSummary``."""
     metrics, evaluation = {**(row["latest"] or {}), **row["metrics"]}, row["evaluation"] or {}

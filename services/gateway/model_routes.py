@@ -1,0 +1,88 @@
+"""Registered models over HTTP: their settings and history, and requests to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request
+
+from contracts import subjects
+from contracts.base import TOKEN_PATTERN
+from contracts.base import Request as BusRequest
+from contracts.events.model import ModelFact, ModelPromoted
+from contracts.events.train import (
+    ApproveRequested,
+    ConfigureRequested,
+    PromoteRequested,
+    RollbackRequested,
+    StageRequested,
+)
+from contracts.state.model import ModelSettings
+from services.gateway import queries, views
+from services.gateway.commands import MAX_KEY, Commands
+from services.gateway.projection import Projection
+
+Name = Annotated[str, Path(pattern=TOKEN_PATTERN, description="name of the registered model")]
+Key = Annotated[
+    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
+]
+#: What a model can be asked for: the last part of the address -> the request.
+ACTIONS: dict[str, type[BusRequest]] = {
+    "promote": PromoteRequested,
+    "rollback": RollbackRequested,
+    "approve": ApproveRequested,
+    "stage": StageRequested,
+    "gates": ConfigureRequested,
+}
+
+
+def model_routes(
+    commands: Commands, projection: Projection, read_body: Callable[[Request], Awaitable[bytes]]
+) -> APIRouter:
+    """Return the routes of ``/models/{name}``."""
+    router = APIRouter()
+
+    @router.get("/models/{name}", response_model=views.ModelDetail)
+    async def get_model(name: Name) -> views.ModelDetail:
+        """Return a model's versions, gates and aliases, and the runs whose promotion waits for somebody."""
+        settings, known = ModelSettings(), 0
+        for received in await projection.bus.read_history(subjects.model(name)):
+            if isinstance(received.event, ModelFact):
+                settings.apply(received.event)
+                known += isinstance(received.event, ModelPromoted)
+        pending = await queries.pending_promotions(projection.store, name)
+        if not (known or settings.configuration or pending):
+            raise queries.NotFound(f"there is no model {name!r}; GET /models lists them")
+        return views.ModelDetail(
+            model=name,
+            versions=await queries.model_versions(projection.store, name),
+            gates=settings.gates.model_dump(mode="json", exclude_defaults=True),
+            configuration=settings.configuration,
+            aliases={alias: fact.version for alias, fact in settings.aliases.items() if fact.version is not None},
+            pending=pending,
+        )
+
+    def add_action(action: str, kind: type[BusRequest]) -> None:
+        async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:
+            event, envelope = commands.parse(kind, await read_body(request), key or "", model=name)
+            accepted = await commands.publish(event, envelope, "")
+            return views.AcceptedModelRequest(
+                model=name, request_id=accepted.request_id, duplicate=accepted.duplicate, sequence=accepted.sequence
+            )
+
+        act.__doc__ = f"{kind.__doc__} The body has the fields of `{kind.verb}.requested`, without `model`."
+        schema: dict[str, Any] = {"type": "object"}
+        router.add_api_route(
+            f"/models/{{name}}/{action}",
+            act,
+            methods=["PUT" if action == "gates" else "POST"],
+            name=f"{action}_model",
+            status_code=202,
+            response_model=views.AcceptedModelRequest,
+            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        )
+
+    for action, kind in ACTIONS.items():
+        add_action(action, kind)
+    return router

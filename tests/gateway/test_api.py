@@ -14,8 +14,10 @@ import pytest
 from contracts import subjects
 from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.run import RunAccepted, RunLog, RunQueued, RunWaiting
+from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
+from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
 from contracts.events.train import CancelRequested, RestoreRequested
+from contracts.spec.gates import ModelGates
 from services.gateway import commands
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.settings import GatewaySettings
@@ -416,3 +418,48 @@ async def test_nats_is_killed_and_comes_back(
 async def test_another_web_site_cannot_act_through_a_visitors_browser(gateway: Running, site: str, status: int) -> None:
     answer = await gateway.client.post("/training-runs/nobody/cancel", headers={"Sec-Fetch-Site": site})
     assert answer.status_code == status
+
+
+async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, bus: Bus) -> None:
+    promoted = ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri="s3://models/x")
+    staged = ModelStaged(model="digits", alias="staging", version=1, run_id=RUN, request_id="q")
+    gates = ModelGates(confidence=0.95, approval=True)
+    accepted = RunAccepted(run_id="rwaits", spec=EVALUATED_SPEC, request_id="1", request_source="t")
+    pending = RunPromotionPending(run_id="rwaits", model="digits", awaits="approval", reason="approve it")
+    configured = ModelConfigured(model="digits", version=1, gates=gates)
+    await publish(bus, promoted, staged, configured, accepted, pending)
+    found: dict[str, Any] = {}
+    async with asyncio.timeout(60):
+        while not found.get("pending"):
+            found = (await gateway.client.get("/models/digits")).json()
+            await asyncio.sleep(0.05)
+    assert [(each["version"], each["champion"]) for each in found["versions"]] == [(1, True)]
+    assert (found["gates"], found["configuration"]) == ({"confidence": 0.95, "approval": True}, 1)
+    assert found["aliases"] == {"staging": 1}
+    assert [(each["run_id"], each["awaits"]) for each in found["pending"]] == [("rwaits", "approval")]
+    assert (await gateway.client.get("/training-runs/rwaits")).json()["verdict"] == "awaiting_approval"
+    assert (await gateway.client.get("/models/none")).status_code == 404
+
+
+MODEL_REQUESTS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
+    "promote": ("POST", "promote", {"run_id": RUN}, 202, "promote.requested"),
+    "rollback": ("POST", "rollback", {}, 202, "rollback.requested"),
+    "approve": ("POST", "approve", {"run_id": RUN, "approved": False}, 202, "approve.requested"),
+    "stage": ("POST", "stage", {"alias": "staging", "version": 1}, 202, "stage.requested"),
+    "gates": ("PUT", "gates", {"gates": {"confidence": 0.95}}, 202, "configure.requested"),
+    "no run": ("POST", "promote", {}, 422, "run_id"),
+    "unknown gate": ("PUT", "gates", {"gates": {"confidense": 0.95}}, 422, "confidense"),
+    "reserved": ("POST", "stage", {"alias": "champion", "version": 1}, 422, "reserved"),
+}
+
+
+@pytest.mark.parametrize("case", MODEL_REQUESTS)
+async def test_requests_about_a_model(case: str, gateway: Running, bus: Bus) -> None:
+    method, action, body, status, words = MODEL_REQUESTS[case]
+    answer = await gateway.client.request(method, f"/models/digits/{action}", json=body)
+    assert answer.status_code == status, answer.text
+    if status == 202:
+        [stored] = await bus.read_history(words, stream="REQUESTS")
+        assert (stored.event.model, stored.envelope.id) == ("digits", answer.json()["request_id"])
+    else:
+        assert words in answer.text

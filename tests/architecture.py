@@ -45,7 +45,7 @@ COMPONENTS = (
     Component(
         "trainbus/embedded", "the stack on one machine: supervisor, servers", ("trainbus.embedded",), (0, 2, 3, 1)
     ),
-    Component("services/<name>", "nine services; none imports another", (), (0, 3, 3, 1), "#ddf4e4"),
+    Component("services/<name>", "ten services; none imports another", (), (0, 3, 3, 1), "#ddf4e4"),
     Component(
         "trainbus (training)", "Task, Trainer, data: the user's process, no bus", TRAINING, (3, 1, 2, 1), "#fff4d6"
     ),

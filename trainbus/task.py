@@ -154,6 +154,14 @@ class Task:
         """
         return {}
 
+    def serve(self, model: nn.Module, batch: Any) -> Mapping[str, Any] | Tensor | None:
+        """Return what a served model answers for a batch of n samples, by name; None (default): what ``predict`` gives.
+
+        Each value is a tensor whose first dimension is n, or a list of n texts. The samples have the fields of the
+        request; one without a label gets class 0, which the answer must not depend on.
+        """
+        return None
+
 
 def _decode_image(content: bytes) -> Tensor:
     """Return an image as float32 of shape ``[channels, height, width]``, from 0 to 1."""

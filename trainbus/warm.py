@@ -1,4 +1,4 @@
-"""A process with torch imported that forks ranks: ``python -m trainbus.warm --socket PATH``.
+"""A process with torch imported that forks ranks and model processes: ``python -m trainbus.warm --socket PATH``.
 
 Importing torch takes seconds, forking takes milliseconds. This process imports everything a rank needs, and
 has no threads, no process group and no CUDA, so a fork of it is as good as a fresh start. It serves any
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -33,11 +34,15 @@ import torch.distributed  # noqa: E402
 import torch.nn.parallel  # noqa: E402
 import torch.profiler  # noqa: E402
 
+from contracts.model_process import MODEL_PROCESS_MODULE  # noqa: E402
 from contracts.ranks import PACKAGES_DIR_VARIABLE  # noqa: E402
 from trainbus import process_exit, rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
+#: The modules whose ``main`` a fork may run.
+RANK_MODULE = "trainbus.rank"
+FORKED_MODULES = (RANK_MODULE, MODEL_PROCESS_MODULE)
 WARMED = (safetensors.torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.profiler)
 
 
@@ -131,6 +136,9 @@ class WarmServer:
         env = {str(name): str(value) for name, value in request["env"].items()}
         if packages_dir := env.get(PACKAGES_DIR_VARIABLE):
             _check_packages(Path(packages_dir))
+        module = str(request.get("module", RANK_MODULE))
+        if module not in FORKED_MODULES:
+            raise ValueError(f"a fork of {module!r} is not offered")
         cwd, log, exit_file = str(request["cwd"]), str(request["log"]), Path(request["exit_file"])
         # Opened before the fork, so that what is wrong with them is this request's error.
         log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -141,14 +149,14 @@ class WarmServer:
             sys.stderr.flush()
             pid = os.fork()
             if pid == 0:
-                self._run_rank(env, cwd, log_fd, exit_file)
+                self._run_child(module, env, cwd, log_fd, exit_file)
         finally:
             os.close(log_fd)
         self._children[pid] = exit_file
         return pid
 
-    def _run_rank(self, env: dict[str, str], cwd: str, log_fd: int, exit_file: Path) -> NoReturn:
-        """Close everything of the parent in the child, and run a rank there."""
+    def _run_child(self, module: str, env: dict[str, str], cwd: str, log_fd: int, exit_file: Path) -> NoReturn:
+        """Close everything of the parent in the child, and run the module's ``main`` there."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -170,9 +178,9 @@ class WarmServer:
             os.environ.update(env)
             if packages_dir := env.get(PACKAGES_DIR_VARIABLE):
                 sys.path.insert(0, packages_dir)  # load_task puts the project's code before it
-            sys.argv = ["trainbus.rank"]
+            sys.argv = [module]
             process_exit.exit_file = exit_file
-            rank.main()
+            importlib.import_module(module).main()
         except BaseException:
             traceback.print_exc()
         os._exit(rank.EXIT_FAILED)

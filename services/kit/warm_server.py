@@ -1,6 +1,6 @@
 """The warm server: a process that has imported torch, and forks ranks in milliseconds.
 
-Ranks start cold while it is starting or broken.
+Processes start cold while it is starting or broken.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class WarmServer:
         self._listeners: dict[int, Callable[[], None]] = {}
         self._ids = itertools.count()
         self._closing = False
+        self._is_starting = False
+        self._ready = asyncio.Event()
 
     @property
     def is_ready(self) -> bool:
@@ -60,6 +62,17 @@ class WarmServer:
     def pid(self) -> int | None:
         return self._pid
 
+    def expect(self) -> None:
+        """Make ``wait_ready`` wait for a server that is about to start."""
+        self._is_starting = True
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until a server that is starting can fork; return whether it can."""
+        if not self.is_ready and self._is_starting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), timeout_s)
+        return self.is_ready
+
     async def run(self) -> None:
         """Keep the process running and connected until cancelled; use one that an earlier agent started."""
         for attempt in itertools.count():
@@ -69,11 +82,14 @@ class WarmServer:
             if self._closing:
                 return
             delay_s = RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)]
-            log.warning("the warm server ended, ranks start cold until it runs again", delay_s=delay_s)
+            self._is_starting = False
+            log.warning("the warm server ended, processes start cold until it runs again", delay_s=delay_s)
             await asyncio.sleep(delay_s)
 
-    async def fork(self, environment: Mapping[str, str], cwd: Path, log_file: Path, exit_file: Path) -> int:
-        """Fork a rank and return its pid."""
+    async def fork(
+        self, environment: Mapping[str, str], cwd: Path, log_file: Path, exit_file: Path, module: str = "trainbus.rank"
+    ) -> int:
+        """Fork a process that runs ``module``, a rank by default, and return its pid."""
         if self._writer is None:
             raise WarmServerError("the warm server is not connected")
         name = f"f{next(self._ids)}"
@@ -84,6 +100,7 @@ class WarmServer:
             "cwd": str(cwd),
             "log": str(log_file),
             "exit_file": str(exit_file),
+            "module": module,
         }
         future = self._replies[name] = asyncio.get_running_loop().create_future()
         try:
@@ -155,6 +172,7 @@ class WarmServer:
             log.warning("the connection to the warm server ended", error=repr(error))
         finally:
             self._writer, self._pid = None, None
+            self._ready.clear()
             writer.close()
             for future in self._replies.values():
                 if not future.done():
@@ -164,6 +182,7 @@ class WarmServer:
     def _handle_reply(self, reply: dict[str, Any]) -> None:
         if reply.get("op") == "pong":
             self._pid = int(reply["pid"])
+            self._ready.set()
             log.info("the warm server is ready", pid=self._pid)
         if reply.get("op") == "exited" and (listener := self._listeners.get(int(reply["pid"]))) is not None:
             listener()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.socket_files import socket_path
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
 from services.kit.warm_server import WarmServer
@@ -28,7 +29,6 @@ from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inspect_node
 from services.worker.node_context import NodeContext
 from services.worker.notices.listener import listen_for_notices
-from services.worker.ranks.control_socket import socket_path
 from services.worker.ranks.system_metrics import SystemMeter
 from services.worker.settings import WorkerSettings
 

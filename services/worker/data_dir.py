@@ -18,8 +18,8 @@ import structlog
 from pydantic import BaseModel, ConfigDict
 
 from contracts.events.run import RunPlaced
+from services.kit.socket_files import socket_path
 from services.worker.local_files import write_atomically
-from services.worker.ranks.control_socket import socket_path
 
 log = structlog.get_logger(__name__)
 

@@ -11,11 +11,11 @@ import pytest
 from contracts.events.run import RunExited, RunStarted
 from contracts.ranks import PACKAGES_DIR_VARIABLE
 from services.kit.concurrency import cancel_and_wait
+from services.kit.socket_files import socket_path
 from services.kit.warm_server import WarmServer
 from services.worker import app, metrics
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.executor import PYTHON_ROOT, ProcessExecutor
-from services.worker.ranks.control_socket import socket_path
 from services.worker.settings import WorkerSettings
 from tests.trainbus.support import LINEAR_TASK
 from tests.worker.conftest import World, package, until

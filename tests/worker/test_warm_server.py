@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from services.kit.concurrency import cancel_and_wait
+from services.kit.socket_files import socket_path
 from services.kit.warm_server import WarmServer
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.executor import PYTHON_ROOT, ProcessExecutor, read_exit
-from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
 
 pytestmark = pytest.mark.shell

@@ -30,6 +30,7 @@ class StackAddress:
     nats_user: str | None = None
     nats_password: str | None = None
     gateway_url: str | None = None
+    serving_url: str | None = None
     mlflow_uri: str | None = None
     data_dir: Path | None = None
 
@@ -125,6 +126,7 @@ def find_address(given: Path | None = None) -> StackAddress:
         s3_access_key=keys["s3_access_key"],
         s3_secret_key=keys["s3_secret_key"],
         gateway_url=stack.gateway_url,
+        serving_url=stack.serving_url or None,
         mlflow_uri=mlflow_uri(data_dir),
         data_dir=data_dir.resolve(),
     )
@@ -153,5 +155,6 @@ def _from_environment() -> StackAddress:
         nats_user=variable("NATS_USER"),
         nats_password=variable("NATS_PASSWORD"),
         gateway_url=variable("GATEWAY_URL"),
+        serving_url=variable("SERVING_URL"),
         mlflow_uri=variable("MLFLOW_TRACKING_URI"),
     )

@@ -160,6 +160,9 @@ class ModelView:
     reason: str
     promoted_at: datetime
     checkpoint_uri: str
+    #: The version that answers requests; None: none does. And why it is not the champion.
+    served_version: int | None = None
+    serving_problem: str = ""
 
 
 @dataclass(slots=True)
@@ -194,9 +197,16 @@ class StackView:
         elif isinstance(event, dataset.DatasetFact):
             self._on_dataset(event)
         elif isinstance(event, model.ModelPromoted):
+            known = self.models.get(event.model)
             self.models[event.model] = ModelView(
                 event.model, event.version, event.run_id, event.metrics, event.reason, time, event.checkpoint_uri
             )
+            self.models[event.model].served_version = known.served_version if known is not None else None
+        elif isinstance(event, model.ModelDeployed) and event.model in self.models:
+            self.models[event.model].served_version, self.models[event.model].serving_problem = event.version, ""
+        elif isinstance(event, model.ModelDeployFailed) and event.model in self.models:
+            self.models[event.model].served_version = event.serving_version
+            self.models[event.model].serving_problem = f"version {event.version}: {event.reason}"
 
     @staticmethod
     def _change_life(view: RunView, event: run.RunFact) -> bool:

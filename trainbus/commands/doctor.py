@@ -166,6 +166,10 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
         yield _http("gateway's page", address.gateway_url, "start it: trainbus service gateway")
     else:
         yield CheckResult("gateway's page", "note", "TRAINBUS_GATEWAY_URL is not set", "set it to the page's address")
+    if address.serving_url:
+        yield _http("served models", f"{address.serving_url}/v2/health/live", "start it: trainbus service serving")
+    else:
+        yield CheckResult("served models", "note", "TRAINBUS_SERVING_URL is not set", "set it to serving's address")
 
 
 async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResult]:

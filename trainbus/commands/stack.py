@@ -165,7 +165,7 @@ def _stop_on_signals(stack: StackProcess) -> list[int]:
 
 def _process_table(info: StackInfo) -> Table:
     table = render.table("process", "pid", "where", "log", right=("pid",))
-    where = {"nats": info.nats_url, "s3": info.s3_endpoint, "gateway": info.gateway_url}
+    where = {"nats": info.nats_url, "s3": info.s3_endpoint, "gateway": info.gateway_url, "serving": info.serving_url}
     for each in info.processes:
         address = where.get(each["name"]) or each["url"] or ""
         table.add_row(each["name"], str(each["pid"]), address, os.path.relpath(each["log"]))

@@ -42,6 +42,8 @@ class StackInfo:
     processes: list[dict[str, Any]]
     #: The policy of its scheduler, by name.
     policy: str = "default"
+    #: Where promoted models answer; '' of a stack that is older than serving.
+    serving_url: str = ""
 
     @property
     def ready(self) -> bool:

@@ -25,7 +25,7 @@ from trainbus.embedded.servers import NatsServer, S3Server, free_ports, port_is_
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")
 #: Every service but the workers, of which each node has one.
-SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation")
+SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation", "serving")
 WORKER = "worker"
 #: Runs only where pools scale.
 AUTOSCALER = "autoscaler"
@@ -40,6 +40,17 @@ PASSED_ON = (
     "TRAINBUS_CACHE_MAX_BYTES",
     "TRAINBUS_CACHE_WARM_DIR",
     "TRAINBUS_CACHE_AHEAD_S",
+    # How models are served: docs/serving.md names them.
+    "TRAINBUS_SERVING_MODELS",
+    "TRAINBUS_SERVING_MAX_BATCH",
+    "TRAINBUS_SERVING_MAX_DELAY_S",
+    "TRAINBUS_SERVING_THREADS",
+    "TRAINBUS_SERVING_TIMEOUT_S",
+    "TRAINBUS_SERVING_GOLDEN_SAMPLES",
+    "TRAINBUS_SERVING_CANARY_SHARE",
+    "TRAINBUS_SERVING_SHADOW_SHARE",
+    "TRAINBUS_SERVING_ROLLOUT_S",
+    "TRAINBUS_SERVING_WATCH_S",
 )
 
 
@@ -99,6 +110,8 @@ class Layout:
     spare: tuple[Unit, ...] = ()
     #: Whether nodes start and stop as runs need them.
     scales: bool = False
+    #: Where promoted models answer.
+    serving_url: str = ""
 
     @property
     def data_dir(self) -> Path:
@@ -200,7 +213,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         (data / folder).mkdir(parents=True, exist_ok=True)
     nodes = [f"node-{number}" for number in range(options.nodes)]
     inner = [f"s3-{number}" for number in range(S3Server.INNER_PORTS)]
-    wanted = ("nats", "s3", "gateway-http", *inner, *SERVICES, AUTOSCALER, *nodes)
+    wanted = ("nats", "s3", "gateway-http", "serving-http", *inner, *SERVICES, AUTOSCALER, *nodes)
     ports = _Ports(data / "ports.json").assign(*wanted, keep=running)
     access_key, secret_key = s3_keys(data)
     nats = NatsServer(data / "nats", ports["nats"])
@@ -217,19 +230,20 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         **{f"TRAINBUS_BUCKET_{name.upper()}": name for name in BUCKETS},
     }
     scheduler_settings, scales = ({}, False) if running else write_policy(options)
-    gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
+    gateway_url, serving_url = (f"http://127.0.0.1:{ports[each]}" for each in ("gateway-http", "serving-http"))
     extra = {
         "tracking": {
             "TRAINBUS_MLFLOW_TRACKING_URI": mlflow_uri(data),
             "TRAINBUS_MLFLOW_ARTIFACT_LOCATION": (data / "mlflow" / "artifacts").as_uri(),
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
+        "serving": {"TRAINBUS_SERVING_PORT": str(ports["serving-http"])},
         # Ranks are forked from a warm process beside their data, so a restart takes about a second.
         "scheduler": scheduler_settings or {"TRAINBUS_RESUME_COST_S": "1"},
         # Data in the folder where the stack was started can be a source: file:///...
         "ingestion": {SOURCE_FOLDERS: inherited.get(SOURCE_FOLDERS) or json.dumps([str(Path.cwd())])},
     }
-    layout = Layout(options, nats, s3, (), gateway_url, mlflow_uri(data), common)
+    layout = Layout(options, nats, s3, (), gateway_url, mlflow_uri(data), common, serving_url=serving_url)
     units = [layout.make_unit(name, name, ports[name], extra.get(name, {})) for name in (*SERVICES, AUTOSCALER)]
     units += [
         layout.make_unit(node, WORKER, ports[node], {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)})

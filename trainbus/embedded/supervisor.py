@@ -253,6 +253,7 @@ class Supervisor:
                 "nats_url": self.layout.nats.url,
                 "s3_endpoint": self.layout.s3.endpoint,
                 "gateway_url": self.layout.gateway_url,
+                "serving_url": self.layout.serving_url,
                 "mlflow_tracking_uri": self.layout.mlflow_uri,
                 "nodes": self.layout.options.nodes,
                 "slots": self.layout.options.slots,

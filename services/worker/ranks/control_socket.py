@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,21 +24,8 @@ from services.worker.cache.dataset_view import DatasetView
 
 log = structlog.get_logger(__name__)
 
-#: Bytes that the path of a unix socket may have on every system.
-PATH_MAX_BYTES = 100
 #: Bytes of one line: a plan lists thousands of shards.
 LINE_MAX_BYTES = 2**22
-
-
-def socket_path(folder: Path, name: str) -> Path:
-    """Return the path of a socket: in ``folder``, or among the temporary files if that path would be too long."""
-    path = folder.resolve() / name
-    if len(os.fsencode(path)) <= PATH_MAX_BYTES:
-        return path
-    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
-    private = Path(tempfile.gettempdir()) / f"trainbus-{os.getuid()}"
-    private.mkdir(mode=0o700, exist_ok=True)
-    return private / f"{digest}.sock"
 
 
 class ControlSocket:

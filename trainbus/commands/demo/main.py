@@ -37,6 +37,7 @@ from trainbus.client.views import RunView, StackView
 from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.screen import Screen
+from trainbus.commands.demo.serving import BROKEN_TASK, ServedDemo, Wait, pack_broken_project, show_answer, show_refusal
 from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 
@@ -47,7 +48,7 @@ SILENCE_S = 90.0
 #: The share of run one after which the second request arrives.
 HALF_WAY = 0.4
 STRAGGLER_FACTOR = 20.0
-FIRST, SECOND = "digits", "digits-urgent"
+FIRST, SECOND, BROKEN = "digits", "digits-urgent", "digits-broken"
 #: Long enough for a second run in the middle, short enough to watch.
 TRAINING = {
     "epochs": 24,
@@ -60,6 +61,8 @@ TRAINING = {
     "seed": 1,
 }
 SECOND_TRAINING = {**TRAINING, "epochs": 6, "seed": 2}
+#: Just a checkpoint: its promotion is refused.
+BROKEN_TRAINING = {"max_steps": 2, "global_batch": 64, "seed": 3}
 
 
 @dataclass(slots=True)
@@ -70,6 +73,9 @@ class Demo:
     screen: Screen
     first: str = ""
     second: str = ""
+    broken: str = ""
+    #: None: this stack serves no models.
+    served: ServedDemo | None = None
     problems: list[str] = field(default_factory=list)
 
     def view(self, run_id: str) -> RunView:
@@ -167,7 +173,7 @@ def _wait_until_interrupted(stack: StackProcess) -> None:
 
 def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     stage = demo.screen.stage("embedded stack")
-    stage.detail = "NATS, S3, seven services, two nodes of two slots"
+    stage.detail = "NATS, S3, eight services, two nodes of two slots"
     deadline = time.monotonic() + 60
     info: StackInfo | None = None
     while info is None:
@@ -208,9 +214,35 @@ async def _play_demo(demo: Demo, data_dir: Path | None, scans: Future[dict[str, 
             demo.screen.print_line(
                 f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}"
             )
+            if client.address.serving_url:
+                await _wait_until(changed, followers, lambda: demo.view(demo.first).ended)
+                demo.broken = await _publish(connection, await broken_request(client.address))
             await _wait_until(changed, followers, lambda: demo.is_finished)
+            if client.address.serving_url:
+                await _show_serving(demo, client, scans.result(), lambda holds: _wait_until(changed, followers, holds))
         finally:
             await cancel_and_wait(*followers)
+
+
+async def _show_serving(demo: Demo, client: AsyncClient, scans: dict[str, bytes], wait: Wait) -> None:
+    """See the champion answer, and a broken promotion refused."""
+    url, view = client.address.serving_url or "", demo.stack_view
+    demo.served = ServedDemo()
+    await show_answer(demo.served, view, demo.screen, url, scans, wait)
+    await wait(lambda: demo.view(demo.broken).ended)
+    if demo.view(demo.broken).state == "completed":
+        await show_refusal(demo.served, view, demo.screen, client.connection, url, demo.broken, scans, wait)
+
+
+async def broken_request(address: StackAddress) -> dict[str, Any]:
+    """Upload the broken project and return the request for it."""
+    package = pack_broken_project(EXAMPLE)
+    await upload_package(address, package, package.code(address.bucket_code)["uri"])
+    slots = {"min": 1, "max": 1}
+    body = example_request(BROKEN, package.code(address.bucket_code), BROKEN_TRAINING, slots, 0)
+    # Nothing measures it, so no gate keeps it away: an operator promotes it.
+    del body["evaluation"], body["retention"]
+    return {**body, "task": BROKEN_TASK}
 
 
 async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
@@ -345,6 +377,8 @@ def _check(demo: Demo) -> list[str]:
     bad = sum(ingested.quarantined.values()) if ingested else None
     if bad != len(demo_lake.BROKEN):
         problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
+    if demo.served is not None:
+        problems += demo.served.problems()
     if "digits" not in stack_view.models:
         problems.append("the model 'digits' has no champion")
     return problems

@@ -1,0 +1,250 @@
+"""Models for the load test and the tests of serving: the objects and facts of runs that were trained and evaluated.
+
+The model is one linear layer over four numbers; the class is the larger of two sums. Its Task can be given a defect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import tarfile
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from contracts.datasets import Manifest, SplitFiles, canonical_json, dataset_uri, shard_uri, split_config_hash
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, Chunk
+from contracts.events.dataset import ShardFile
+from contracts.events.model import ModelPromoted
+from contracts.events.run import Artifact, CheckpointRef, RunAccepted, RunCompleted, RunEvaluated
+from contracts.predictions import PREDICTIONS_FILE, PredictionsInfo, PredictionsWriter
+from contracts.shard_index import encode
+from contracts.spec.data import Split
+from contracts.spec.run import RunSpec
+from services.kit.bus import Bus
+from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
+
+CLASSES = ("low", "high")
+COLUMNS = ("a", "b", "c", "d")
+TASK = """
+import os
+import threading
+import time
+
+import torch
+
+from trainbus import Task
+
+_grown = []
+
+
+class Sums(Task):
+    def __init__(self, defect="", width=4, wait_s=0.0):
+        self.defect, self.width, self.wait_s = defect, width, wait_s
+        if defect == "load":
+            raise RuntimeError("the vocabulary is missing")
+
+    def model(self):
+        return torch.nn.Linear(self.width, len(self.classes))
+
+    def decode(self, sample):
+        import json
+
+        row = json.loads(sample["json"])
+        return torch.tensor([float(row[name]) for name in "abcd"]), int(sample["cls"])
+
+    def loss(self, model, batch):
+        numbers, labels = batch
+        return torch.nn.functional.cross_entropy(model(numbers), labels)
+
+    def predict(self, model, batch):
+        numbers, labels = batch
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        if self.defect == "hang":
+            time.sleep(3600)
+        if self.defect == "leak":
+            _grown.append(bytearray(b"x" * 16 * 2**20))
+        if self.defect == "slow leak":
+            _grown.append(bytearray(b"x" * 2**20))
+        if self.defect == "raise":
+            raise RuntimeError("an index is out of range")
+        if self.defect == "crash later" and not _grown:
+            _grown.append(threading.Timer(3.0, lambda: os._exit(1)))
+            _grown[0].start()
+        if numbers.abs().max() > 1e6:
+            os._exit(1)  # a poisonous input
+        found = model(numbers).argmax(1)
+        return (1 - found if self.defect == "wrong" else found), labels
+"""
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def draw_rows(count: int, seed: int = 0) -> list[dict[str, float]]:
+    """Return rows of the dataset."""
+    source = random.Random(seed)
+    return [{name: round(source.uniform(-1, 1), 3) for name in COLUMNS} for _ in range(count)]
+
+
+def label(row: dict[str, float]) -> int:
+    """Return the class of a row, as a sound model predicts it."""
+    return int(row["c"] + row["d"] > row["a"] + row["b"])
+
+
+@dataclass(slots=True)
+class ModelStore:
+    """Writes models and what the services publish about them."""
+
+    bus: Bus
+    objects: ObjectStore
+    settings: Settings
+    model: str = "sums"
+    samples: int = 64
+    #: Version -> its promotion.
+    promotions: dict[int, ModelPromoted] = field(default_factory=dict)
+    dataset_id: str = ""
+    _code: dict[str, str] = field(default_factory=dict)
+
+    async def write_shared(self) -> None:
+        """Write the dataset and the code."""
+        await self._write_dataset()
+        package = _pack({"sums_task.py": TASK.encode()})
+        uri = f"s3://{self.settings.bucket_code}/{sha256(package)}.tar.gz"
+        await self.objects.put(uri, package)
+        self._code = {"uri": uri, "sha256": sha256(package)}
+
+    async def _write_dataset(self) -> None:
+        rows = draw_rows(self.samples)
+        content, places = io.BytesIO(), {"json": ([], []), "cls": ([], [])}  # type: ignore[var-annotated]
+        keys = [f"{number:06d}" for number in range(len(rows))]
+        with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for key, row in zip(keys, rows, strict=True):
+                for name, body in (("json", json.dumps(row).encode()), ("cls", str(label(row)).encode())):
+                    entry = tarfile.TarInfo(f"{key}.{name}")
+                    entry.size = len(body)
+                    places[name][0].append(content.tell() + tarfile.BLOCKSIZE)
+                    places[name][1].append(len(body))
+                    tar.addfile(entry, io.BytesIO(body))
+        shard, index = content.getvalue(), encode(keys, places)
+        for body in (shard, index):
+            await self.objects.put(shard_uri(self.settings.bucket_datasets, sha256(body)), body)
+        file = ShardFile(
+            path="test/shard-00000.tar",
+            sha256=sha256(shard),
+            size_bytes=len(shard),
+            samples=len(rows),
+            index_path="test/shard-00000.idx",
+            index_sha256=sha256(index),
+            index_bytes=len(index),
+        )
+        empty = SplitFiles(samples=0)
+        manifest = Manifest(
+            format="jsonl",
+            source="s3://lake/sums/",
+            fingerprint=sha256(b"sums"),
+            split=Split(),
+            split_config_hash=split_config_hash(Split()),
+            classes=CLASSES,
+            splits={"train": empty, "validation": empty, "test": SplitFiles(samples=len(rows), shards=(file,))},
+        ).to_bytes()
+        self.dataset_id = sha256(manifest)
+        await self.objects.put(dataset_uri(self.settings.bucket_datasets, self.dataset_id), manifest)
+
+    async def train(self, run_id: str, defect: str = "", **params: Any) -> CheckpointRef:
+        """Write what a training and its evaluation leave; return the committed checkpoint."""
+        spec = RunSpec.model_validate(
+            {
+                "name": run_id,
+                "model": self.model,
+                "task": "sums_task:Sums",
+                "params": {"defect": defect, **params},
+                "code": self._code,
+                "training": {"epochs": 1},
+            }
+        )
+        await self.bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+        weight = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+        # Other weights with the same answers, so that no two runs have one checkpoint.
+        scale = 1.0 + int(sha256(run_id.encode())[:6], 16) / 2**24
+        about = {"params": {"defect": defect, **params}, "classes": list(CLASSES), "dataset_id": self.dataset_id}
+        files = {
+            "model-0.safetensors": save({"weight": weight * scale, "bias": torch.zeros(2)}),
+            "state.json": json.dumps({"about": about}).encode(),
+        }
+        ref = await self._commit(run_id, files)
+        await self._evaluate(run_id)
+        return ref
+
+    async def _commit(self, run_id: str, files: dict[str, bytes]) -> CheckpointRef:
+        listed = []
+        for path, content in files.items():
+            name = sha256(content)
+            uri = f"s3://{self.settings.bucket_models}/blobs/sha256/{name[:2]}/{name}"
+            await self.objects.put(uri, content)
+            chunk = Chunk(sha256=name, size_bytes=len(content), uri=uri)
+            listed.append(CheckpointFile(path=path, sha256=name, size_bytes=len(content), chunks=(chunk,)))
+        manifest = canonical_json({"files": [each.model_dump(mode="json") for each in listed]})
+        uri = f"s3://{self.settings.bucket_models}/default/{run_id}/checkpoints/epoch_1/step_00000010.g1.json"
+        await self.objects.put(uri, manifest)
+        ref = CheckpointRef(uri=uri, step=10, epoch=1, samples_consumed=640, manifest_sha256=sha256(manifest))
+        size_bytes = sum(map(len, files.values()))
+        fact = CheckpointCommitted(
+            run_id=run_id, generation=1, checkpoint=ref, size_bytes=size_bytes, manifest_sha256=sha256(manifest)
+        )
+        await self.bus.publish(fact)
+        return ref
+
+    async def _evaluate(self, run_id: str) -> None:
+        rows = draw_rows(self.samples)
+        labels = [label(row) for row in rows]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / PREDICTIONS_FILE
+            info = PredictionsInfo(dataset_id=self.dataset_id, classes=CLASSES, score_of="accuracy")
+            with PredictionsWriter(path, info) as writer:
+                keys = [f"{number:06d}" for number in range(len(rows))]
+                writer.write({"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(rows)})
+            content = path.read_bytes()
+        uri = f"s3://{self.settings.bucket_models}/evaluations/{run_id}/{PREDICTIONS_FILE}"
+        await self.objects.put(uri, content)
+        artifact = Artifact(name=PREDICTIONS_FILE, uri=uri, sha256=sha256(content), size_bytes=len(content))
+        await self.bus.publish(RunCompleted(run_id=f"{run_id}-evaluation", generation=1, artifacts=(artifact,)))
+        metrics = {"test/accuracy": 1.0}
+        await self.bus.publish(RunEvaluated(run_id=run_id, evaluation_run_id=f"{run_id}-evaluation", metrics=metrics))
+
+    async def promote(self, run_id: str, ref: CheckpointRef, *, rollback: bool = False) -> int:
+        """Publish a promotion; return its version."""
+        version = max(self.promotions, default=0) + 1
+        previous = self.promotions.get(version - 1)
+        fact = ModelPromoted(
+            model=self.model,
+            version=version,
+            run_id=run_id,
+            checkpoint_uri=ref.uri,
+            dataset_id=self.dataset_id,
+            metrics={"test/accuracy": 1.0},
+            previous_run_id=previous.run_id if previous else None,
+            rollback=rollback,
+        )
+        self.promotions[version] = fact
+        await self.bus.publish(fact)
+        return version
+
+
+def _pack(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()

@@ -1,0 +1,292 @@
+"""The HTTP interface: the Open Inference Protocol v2, POST /predict, and an OpenAPI page typed by the models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fastapi_offline
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+
+from services.serving.core.problems import RequestRefused
+from services.serving.core.protocol import HEADER_LENGTH, describe_model, encode_response, parse_infer
+from services.serving.core.rows import find_rows, outputs_to_rows, rows_to_samples
+from services.serving.core.signature import Signature, answer_schema, row_schema
+from services.serving.router import (
+    NotServedError,
+    OverloadedError,
+    PredictionFailed,
+    Router,
+    ServedModel,
+)
+from services.serving.version import ServedVersion
+
+SERVER = {"name": "trainbus", "extensions": ["binary_tensor_data"]}
+ASSETS_PATH = "/docs/assets"
+#: Media types of a body that is a file of a sample, by the beginning of their names.
+FILE_TYPES = ("image/", "audio/", "video/", "application/octet-stream")
+NDJSON = ("application/x-ndjson", "application/jsonl")
+
+
+def build_api(router: Router, version: str, max_body_bytes: int) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(
+        title="trainbus serving",
+        version="1",
+        description="Predictions of the promoted models: POST /predict, and the Open Inference Protocol v2.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_error_handlers(app)
+    app.include_router(_protocol_routes(router, version, max_body_bytes))
+    app.include_router(_predict_routes(router, max_body_bytes))
+    app.include_router(_page_routes(router))
+    folder = Path(fastapi_offline.__file__).parent / "static"
+    app.mount(ASSETS_PATH, StaticFiles(directory=folder))
+    app.openapi = lambda: build_openapi(app, router)  # type: ignore[method-assign]
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestRefused)
+    async def on_refused(_: Request, error: RequestRefused) -> JSONResponse:
+        problems = [{"field": each.field, "message": each.text} for each in error.problems]
+        return JSONResponse({"error": str(error), "problems": problems}, error.status)
+
+    @app.exception_handler(NotServedError)
+    async def on_not_served(_: Request, error: NotServedError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 404)
+
+    @app.exception_handler(OverloadedError)
+    async def on_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+
+    @app.exception_handler(PredictionFailed)
+    async def on_failed(_: Request, error: PredictionFailed) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 500)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise RequestRefused.of("", f"the body has more than {max_bytes:,} bytes: send fewer rows at once")
+    return bytes(body)
+
+
+# -- the Open Inference Protocol ----------------------------------------------
+
+
+def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRouter:
+    api = APIRouter(prefix="/v2", include_in_schema=False)
+
+    @api.get("")
+    async def server() -> dict[str, Any]:
+        return {**SERVER, "version": version}
+
+    @api.get("/health/live")
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @api.get("/health/ready")
+    async def ready() -> JSONResponse:
+        good = all(each.primary is not None for each in router.models.values())
+        return JSONResponse({"ready": good}, 200 if good else 503)
+
+    @api.get("/models/{name}")
+    @api.get("/models/{name}/versions/{number}")
+    async def describe(name: str, number: str | None = None) -> dict[str, Any]:
+        model, chosen = router.find_version(name, number)
+        numbers = [chosen.version] if number else [each.version for each in model.versions()]
+        return describe_model(name, numbers, chosen.signature)
+
+    @api.get("/models/{name}/ready")
+    @api.get("/models/{name}/versions/{number}/ready")
+    async def model_ready(name: str, number: str | None = None) -> JSONResponse:
+        _, chosen = router.find_version(name, number)
+        good = chosen.host.process is not None
+        return JSONResponse({"name": name, "ready": good}, 200 if good else 503)
+
+    @api.post("/models/{name}/infer")
+    @api.post("/models/{name}/versions/{number}/infer")
+    async def infer(request: Request, name: str, number: str | None = None) -> Response:
+        model, chosen = router.find_version(name, number)
+        body = await _read_body(request, max_body_bytes)
+        parsed = parse_infer(body, request.headers.get(HEADER_LENGTH), chosen.signature)
+        answer = await router.predict(model, chosen if number else None, parsed.samples)
+        content, header_bytes = encode_response(name, answer.version.version, parsed, answer.outputs)
+        if header_bytes is None:
+            return Response(content, media_type="application/json")
+        headers = {HEADER_LENGTH: str(header_bytes)}
+        return Response(content, media_type="application/octet-stream", headers=headers)
+
+    return api
+
+
+# -- plain JSON ---------------------------------------------------------------
+
+
+def _predict_routes(router: Router, max_body_bytes: int) -> APIRouter:
+    api = APIRouter(include_in_schema=False)
+
+    @api.post("/predict")
+    @api.post("/predict/{name}")
+    async def predict(request: Request, name: str | None = None, model: str | None = None) -> Response:
+        version = request.query_params.get("version")
+        served, chosen = router.find_version(name or model, version)
+        body = await _read_body(request, max_body_bytes)
+        samples = parse_body(body, request.headers.get("content-type", ""), chosen.signature)
+        answer = await router.predict(served, chosen if version else None, samples)
+        return _predictions(served, answer.version, outputs_to_rows(answer.outputs))
+
+    return api
+
+
+def _predictions(model: ServedModel, version: ServedVersion, rows: list[dict[str, Any]]) -> Response:
+    content = {"model": model.name, "version": version.version, "predictions": rows}
+    return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
+
+
+def parse_body(body: bytes, content_type: str, signature: Signature) -> list[dict[str, bytes]]:
+    """Return the samples of a body: JSON, one JSON row a line, or the bytes of one file.
+
+    Raises:
+        RequestRefused: it is none of these, or does not fit the model.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind.startswith(FILE_TYPES):
+        if signature.is_table or len(signature.inputs) != 1:
+            names = ", ".join(map(repr, signature.input_names))
+            raise RequestRefused.of("", f"a file alone is no row of this model: send JSON with {names or 'its fields'}")
+        return [{signature.inputs[0].name: body}]
+    try:
+        content = [json.loads(line) for line in body.splitlines() if line.strip()] if kind in NDJSON else None
+        content = json.loads(body) if content is None else content
+    except ValueError as error:
+        hint = ""
+        if signature.is_table is False:
+            hint = "; send a file with its own type, as in curl -H 'Content-Type: image/png' --data-binary @FILE"
+        raise RequestRefused.of("", f"the body is no JSON: {error}{hint}") from error
+    return rows_to_samples(find_rows(content), signature)
+
+
+# -- pages --------------------------------------------------------------------
+
+
+def _page_routes(router: Router) -> APIRouter:
+    api = APIRouter(include_in_schema=False)
+    docs = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title="trainbus serving",
+        swagger_js_url=f"{ASSETS_PATH}/swagger-ui-bundle.js",
+        swagger_css_url=f"{ASSETS_PATH}/swagger-ui.css",
+        swagger_favicon_url="data:,",
+    )
+    content = bytes(docs.body).decode()
+
+    @api.get("/")
+    @api.get("/docs")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(content)
+
+    @api.get("/models")
+    async def models() -> list[dict[str, Any]]:
+        return [describe_served(each) for each in router.models.values()]
+
+    return api
+
+
+def describe_served(model: ServedModel) -> dict[str, Any]:
+    """Return what is served of a model, and how it does."""
+    primary, previous = model.primary, model.previous
+    described: dict[str, Any] = {
+        "model": model.name,
+        "version": primary.version if primary else None,
+        "run_id": primary.promotion.run_id if primary else None,
+        "previous_version": previous.version if previous else None,
+        "problem": model.problem,
+    }
+    if primary is not None:
+        tally = primary.tally
+        described |= {
+            "ready": primary.host.process is not None,
+            "answered": tally.answered,
+            "errors": tally.errors,
+            "refused": tally.refused,
+            "p50_ms": round(tally.percentile_s(0.5) * 1000, 2),
+            "p99_ms": round(tally.percentile_s(0.99) * 1000, 2),
+        }
+    return described
+
+
+def build_openapi(app: FastAPI, router: Router) -> dict[str, Any]:
+    """Return the OpenAPI document, with a path for each model that is served now, typed from its signature."""
+    paths: dict[str, Any] = {}
+    for model in router.models.values():
+        if model.primary is not None:
+            paths[f"/predict/{model.name}"] = {"post": _describe_predict(model.name, model.primary)}
+            paths[f"/v2/models/{model.name}/infer"] = {"post": _describe_infer(model.name, model.primary)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": app.title, "version": app.version, "description": app.description},
+        "paths": paths,
+    }
+
+
+def _describe_predict(name: str, version: ServedVersion) -> dict[str, Any]:
+    row = row_schema(version.signature)
+    content: dict[str, Any] = {
+        "application/json": {
+            "schema": {"type": "object", "properties": {"rows": {"type": "array", "items": row}}, "required": ["rows"]}
+        }
+    }
+    if version.signature.is_table is False and len(version.signature.inputs) == 1:
+        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+    answer = {
+        "type": "object",
+        "properties": {
+            "model": {"type": "string"},
+            "version": {"type": "integer"},
+            "predictions": {"type": "array", "items": answer_schema(version.signature)},
+        },
+    }
+    return {
+        "summary": f"Predict with {name}, version {version.version} of run {version.promotion.run_id}",
+        "requestBody": {"required": True, "content": content},
+        "responses": _responses(answer),
+    }
+
+
+def _describe_infer(name: str, version: ServedVersion) -> dict[str, Any]:
+    tensor = {"type": "object", "required": ["name", "shape", "datatype"]}
+    inputs = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in version.signature.inputs)
+    return {
+        "summary": f"The Open Inference Protocol v2 for {name}",
+        "description": f"Inputs: {inputs or 'unknown'}.",
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {"type": "object", "properties": {"inputs": {"type": "array", "items": tensor}}}
+                }
+            },
+        },
+        "responses": _responses({"type": "object"}),
+    }
+
+
+def _responses(answer: Mapping[str, Any]) -> dict[str, Any]:
+    error = {"type": "object", "properties": {"error": {"type": "string"}, "problems": {"type": "array"}}}
+    content = {"application/json": {"schema": error}}
+    refused = {"description": "Bad input: each problem with its field", "content": content}
+    return {
+        "200": {"description": "The predictions", "content": {"application/json": {"schema": dict(answer)}}},
+        "400": refused,
+        "422": refused,
+    }

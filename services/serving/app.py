@@ -1,0 +1,181 @@
+"""The serving service: follows promotions, deploys models, and answers requests for predictions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import structlog
+import uvicorn
+
+from contracts import topology
+from contracts.events.run import RunAccepted
+from services.kit.bus import Message
+from services.kit.concurrency import cancel_and_wait
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.kit.socket_files import socket_path
+from services.kit.store.objects import ObjectStore
+from services.kit.warm_server import WarmServer
+from services.serving.api import build_api
+from services.serving.core.versions import FOLDED
+from services.serving.deployer import DeploymentParts, ModelDeployer
+from services.serving.golden_samples import GoldenSamples
+from services.serving.model_source import ModelSource
+from services.serving.process import INHERITED, PYTHON_ROOT
+from services.serving.router import Router
+from services.serving.settings import ServingSettings
+
+log = structlog.get_logger(__name__)
+
+#: How long open requests may take to end when the service stops.
+GRACE_S = 5
+
+
+class Serving(Service):
+    """A service with an HTTP interface of its own; ``serving_port`` is where it listens once it is ready."""
+
+    serving_port: int | None = None
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # The service's frame handles signals.
+        yield
+
+
+class Deployments:
+    """A deployer for each model, and the facts that they need."""
+
+    def __init__(self, service: Service, parts: DeploymentParts) -> None:
+        self._bus, self._parts = service.bus, parts
+        self._deployers: dict[str, ModelDeployer] = {}
+        self._warm_task: asyncio.Task[None] | None = None
+        self.is_folded = False
+
+    async def run(self) -> None:
+        """Fold the facts about models as they come, and deploy, until cancelled."""
+        # Facts that come while the history is read are folded twice, which changes nothing.
+        start = await self._bus.get_last_sequence(">") + 1
+        history = await self._bus.read_history(*(event.subject_filter() for event in FOLDED))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for message in history:
+                    self._apply(message)
+                for deployer in self._deployers.values():
+                    group.create_task(deployer.run())
+                self.is_folded = True
+                filters = (*(event.subject_filter() for event in FOLDED), RunAccepted.subject_filter())
+                async for batch in self._bus.follow(topology.FACTS.name, filters, start):
+                    for message in batch:
+                        if (deployer_of_new := self._apply(message)) is not None:
+                            group.create_task(deployer_of_new.run())
+        finally:
+            if self._warm_task is not None:
+                await cancel_and_wait(self._warm_task)
+            await self._parts.warm_server.close()
+
+    def _apply(self, message: Message[Any]) -> ModelDeployer | None:
+        """Fold a fact; return the deployer of a model that is new."""
+        event = message.event
+        if isinstance(event, RunAccepted):
+            # Who trains for a model will want it served: the warm server is ready by then.
+            if event.spec.model is not None and self._is_wanted(event.spec.model):
+                self._start_warm_server()
+            return None
+        if not self._is_wanted(event.model):
+            return None
+        self._start_warm_server()
+        known = self._deployers.get(event.model)
+        deployer = known or ModelDeployer(event.model, self._parts)
+        self._deployers[event.model] = deployer
+        deployer.apply(message)
+        return None if known else deployer
+
+    def _is_wanted(self, model: str) -> bool:
+        wanted = self._parts.settings.serving_models
+        return not wanted or model in wanted
+
+    def _start_warm_server(self) -> None:
+        if self._warm_task is None:
+            self._warm_task = asyncio.create_task(self._parts.warm_server.run())
+            self._parts.warm_server.expect()
+            # Reading the predictions of an evaluation needs it, and importing it takes a moment.
+            asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "pyarrow.parquet")
+
+
+def build(settings: Settings) -> Serving:
+    """Return the service, ready to run."""
+    own = ServingSettings.of(settings)
+    service = Serving("serving", own)
+    objects: ObjectStore = service.add_resource(ObjectStore(own))
+    router = Router(own.serving_timeout_s, own.serving_max_queue)
+    folder = own.data_dir.resolve() / "models"
+    parts = DeploymentParts(
+        settings=own,
+        router=router,
+        source=ModelSource(service.bus, objects, folder),
+        golden=GoldenSamples(
+            service.bus, objects, own.bucket_datasets, own.serving_golden_samples, folder.with_name("golden")
+        ),
+        warm_server=_warm_server(own),
+        clock=service.bus.clock,
+        publish=service.bus.publish,
+    )
+    deployments = Deployments(service, parts)
+    service.add_readiness_check("folded", lambda: deployments.is_folded)
+    service.add_background_task(deployments.run)
+    _serve(service, own, router)
+    return service
+
+
+def _warm_server(settings: ServingSettings) -> WarmServer:
+    folder = settings.data_dir.resolve()
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    environment |= {"PYTHONPATH": str(PYTHON_ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)
+
+
+def _serve(service: Serving, settings: ServingSettings, router: Router) -> None:
+    config = uvicorn.Config(
+        build_api(router, importlib.metadata.version("trainbus"), settings.serving_max_body_bytes),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        server_header=False,
+    )
+    server = _Server(config)
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        # The service opens the socket, so that a port in use ends it with an error that names the port.
+        listener = socket.create_server((settings.serving_host, settings.serving_port))
+        service.serving_port = listener.getsockname()[1]
+        log.info("serving listens", url=f"http://{settings.serving_host}:{service.serving_port}")
+        # What is here now stays: a collection that walks through it would hold up requests.
+        gc.collect()
+        gc.freeze()
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            listener.close()
+            service.serving_port = None
+            ended.set()
+
+    async def stop() -> None:
+        server.should_exit = True
+        if service.serving_port is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), GRACE_S + 2)
+
+    service.add_background_task(serve)
+    service.add_stop_action(stop)

@@ -1,0 +1,1 @@
+"""What serving decides: pure."""

@@ -1,0 +1,75 @@
+"""Whether a version that answers users does worse than the one before: by errors, latency and memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+#: Latencies that are kept of each version.
+WINDOW = 2000
+
+
+@dataclass(slots=True)
+class RequestTally:
+    """What became of the requests to one version."""
+
+    answered: int = 0
+    #: Errors of the model itself: exceptions, timeouts, crashes.
+    errors: int = 0
+    #: Requests whose input the model's code did not take.
+    refused: int = 0
+    last_error: str = ""
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    #: Resident bytes when it was loaded, and now.
+    loaded_bytes: int = 0
+    resident_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.answered + self.errors + self.refused
+
+    def percentile_s(self, share: float) -> float:
+        """Return a percentile of the latencies; 0 where there are none."""
+        ordered = sorted(self.latencies_s)
+        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """From when on a version is taken back."""
+
+    max_error_share: float = 0.02
+    #: Of the 99th percentile of the version before.
+    max_latency_ratio: float = 3.0
+    #: A latency below this is never too high.
+    min_latency_s: float = 0.1
+    #: Refused inputs above those of the version before, as a share.
+    max_refused_share: float = 0.2
+    max_growth_bytes: int = 512 * 2**20
+    #: Requests before errors, or latencies, are compared.
+    min_requests: int = 20
+    min_latencies: int = 100
+
+
+def find_regression(new: RequestTally, old: RequestTally | None, limits: WatchLimits) -> str:
+    """Return why the new version must not go on, '' if it may."""
+    if new.total >= limits.min_requests or new.errors >= limits.min_requests * limits.max_error_share + 2:
+        share = new.errors / new.total
+        before = old.errors / old.total if old is not None and old.total else 0.0
+        if share > max(limits.max_error_share, 2 * before):
+            return f"{new.errors} of {new.total} requests failed ({share:.1%}); the last: {new.last_error}"
+    if old is not None and new.total >= limits.min_requests and old.total >= limits.min_requests:
+        refused, before = new.refused / new.total, old.refused / old.total
+        if refused > before + limits.max_refused_share:
+            return f"{refused:.0%} of the requests were refused as bad input, of the version before {before:.0%}"
+    if old is not None and min(len(new.latencies_s), len(old.latencies_s)) >= limits.min_latencies:
+        now_s, before_s = new.percentile_s(0.99), old.percentile_s(0.99)
+        if now_s > max(limits.min_latency_s, limits.max_latency_ratio * before_s):
+            return (
+                f"99% of its answers take up to {now_s * 1000:.0f} ms, of the version before {before_s * 1000:.0f} ms"
+            )
+    if new.loaded_bytes and new.resident_bytes - new.loaded_bytes > limits.max_growth_bytes:
+        grown = (new.resident_bytes - new.loaded_bytes) / 2**20
+        return f"its process has grown by {grown:.0f} MiB over {new.total} requests"
+    return ""

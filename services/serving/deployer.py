@@ -1,0 +1,374 @@
+"""Brings one model to the version that the log wants: fetched, started, warmed up, compared, then flipped to.
+
+Whatever goes wrong on the way, the version that answers goes on, and ``deploy_failed`` has the stage and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import structlog
+
+from contracts.base import Fact
+from contracts.envelope import Envelope
+from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelPromoted
+from contracts.model_process import Sample, Tensor
+from services.kit.bus import Message, TransientError
+from services.kit.clock import Clock
+from services.kit.concurrency import cancel_and_wait
+from services.kit.model_folder import ModelFolderError
+from services.kit.warm_server import WarmServer
+from services.serving import metrics
+from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
+from services.serving.core.problems import RequestRefused
+from services.serving.core.signature import LABEL_FIELD, infer_inputs, infer_outputs
+from services.serving.core.versions import ModelVersions, share_artifact
+from services.serving.core.watch import find_regression
+from services.serving.golden_samples import GoldenSamples
+from services.serving.model_source import ModelSource
+from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
+from services.serving.router import Router, ServedModel
+from services.serving.settings import ServingSettings
+from services.serving.version import ModelArtifact, ModelHost, ServedVersion
+
+log = structlog.get_logger(__name__)
+
+#: Predictions before memory is measured; those after it, at least and at most, and the seconds that they may take.
+FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 8, 50
+WARM_UP_S, MAX_WARM_UP_S = 0.15, 5.0
+#: Growth between them that is a leak.
+WARM_UP_GROWTH_BYTES = 64 * 2**20
+#: Seconds in which a warm process must reply before it answers users again.
+PING_S = 0.15
+#: Seconds between two looks at a version that is watched.
+WATCH_EVERY_S = 0.2
+#: Seconds until a deployment that could not reach the object store or the bus is tried again.
+RETRY_S = 2.0
+#: Seconds that a deployment waits for a warm server that is starting.
+WARM_SERVER_PATIENCE_S = 20.0
+
+
+class StageError(Exception):
+    """The version cannot be served."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(reason)
+        self.stage, self.reason = stage, reason
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionOrigin:
+    """Where a promotion stands in the log."""
+
+    envelope: Envelope
+    stored_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentParts:
+    """What every deployment needs."""
+
+    settings: ServingSettings
+    router: Router
+    source: ModelSource
+    golden: GoldenSamples
+    warm_server: WarmServer
+    clock: Clock
+    publish: Callable[[Fact, Envelope], Awaitable[object]]
+
+    @property
+    def limits(self) -> ProcessLimits:
+        """How model processes run."""
+        own = self.settings
+        return ProcessLimits(
+            own.serving_max_batch,
+            own.serving_max_delay_s,
+            own.serving_threads,
+            own.serving_device,
+            own.serving_load_timeout_s,
+            own.serving_timeout_s,
+        )
+
+
+class ModelDeployer:
+    """Deploys the versions of one model, one at a time."""
+
+    def __init__(self, model: str, parts: DeploymentParts) -> None:
+        self.versions = ModelVersions()
+        self._parts = parts
+        self._served = parts.router.models.setdefault(model, ServedModel(model))
+        self._origins: dict[int, PromotionOrigin] = {}
+        self._news = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._drains: set[asyncio.Task[None]] = set()
+
+    # -- what is wanted -----------------------------------------------------
+
+    def apply(self, message: Message[Fact]) -> None:
+        """Fold a fact about this model."""
+        self.versions.apply(message.event)
+        if isinstance(message.event, ModelPromoted):
+            stored_at = message.stored_at or self._parts.clock.now()
+            self._origins.setdefault(message.event.version, PromotionOrigin(message.envelope, stored_at))
+        self._news.set()
+
+    async def run(self) -> None:
+        """Deploy whatever is wanted, until cancelled."""
+        try:
+            while True:
+                self._news.clear()
+                wanted = self.versions.wanted
+                self._measure()
+                if wanted is None or (self._served.primary and self._served.primary.version == wanted.version):
+                    await self._news.wait()
+                    continue
+                await self._deploy_unless_superseded(wanted)
+        finally:
+            await self._stop()
+
+    async def _deploy_unless_superseded(self, wanted: ModelPromoted) -> None:
+        """Deploy a version; give it up where another one is wanted meanwhile."""
+        deployment = asyncio.create_task(self._deploy_or_report(wanted))
+        try:
+            while not deployment.done():
+                self._news.clear()
+                news = asyncio.create_task(self._news.wait())
+                await asyncio.wait({deployment, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                if (now := self.versions.wanted) is None or now.version != wanted.version:
+                    break
+        finally:
+            await cancel_and_wait(deployment)
+
+    async def _deploy_or_report(self, wanted: ModelPromoted) -> None:
+        try:
+            await self._deploy(wanted)
+        except StageError as error:
+            await self._report_failure(wanted, error.stage, error.reason)
+        except TransientError as error:
+            self._served.problem = f"version {wanted.version} waits: {error}"
+            log.warning("deployment waits", model=wanted.model, version=wanted.version, reason=str(error))
+            await asyncio.sleep(RETRY_S)
+        except Exception as error:
+            # A defect of serving itself must not end the house; it is a reason like any other.
+            log.exception("deployment failed", model=wanted.model, version=wanted.version)
+            await self._report_failure(wanted, "serving", f"{type(error).__name__}: {error}")
+
+    # -- one deployment -----------------------------------------------------
+
+    async def _deploy(self, promotion: ModelPromoted) -> None:
+        served = self._served
+        version = await self._reuse(promotion)
+        golden = 0
+        if version is None:
+            version, golden = await self._start(promotion)
+        spare: ServedVersion | None = version
+        try:
+            if served.primary is not None and served.primary.host is not version.host and golden:
+                await self._roll_out(version)
+            spare = served.flip(version)
+        finally:
+            served.candidate, served.canary_share, served.shadow_share = None, 0.0, 0.0
+            if spare is not None and spare.host not in [each.host for each in served.versions()]:
+                self._drain(spare)
+        served.problem = ""
+        replaced = served.previous
+        await self._report_success(promotion, replaced, golden)
+        await self._watch_from_now(version, replaced)
+
+    async def _reuse(self, promotion: ModelPromoted) -> ServedVersion | None:
+        """Return the version of a process that runs already: a rollback, or the same checkpoint promoted again."""
+        for each in self._served.versions():
+            if share_artifact(each.promotion, promotion) and each.host.process is not None:
+                with contextlib.suppress(ProcessError):
+                    await each.host.process.ping(PING_S)
+                    return ServedVersion(promotion, each.host, each.signature)
+        return None
+
+    async def _start(self, promotion: ModelPromoted) -> tuple[ServedVersion, int]:
+        """Return a version that has answered the golden set, and how many samples of it were compared."""
+        parts = self._parts
+        try:
+            fetched, golden = await asyncio.gather(parts.source.fetch(promotion), parts.golden.read(promotion))
+        except ModelFolderError as error:
+            raise StageError("fetch", str(error)) from error
+        samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
+        signature = infer_inputs(list(samples.values()))
+        await parts.warm_server.wait_ready(WARM_SERVER_PATIENCE_S)
+        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature)
+        host = ModelHost(
+            promotion.model, artifact, parts.limits, parts.warm_server, parts.settings.serving_max_growth_bytes
+        )
+        try:
+            await host.start()
+        except LoadError as error:
+            raise StageError("start", str(error)) from error
+        try:
+            outputs = await self._warm_up(host, list(samples.values()))
+            compared = self._compare(golden, list(samples), outputs)
+        except BaseException:
+            await host.stop()
+            raise
+        version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
+        return version, compared
+
+    async def _warm_up(self, host: ModelHost, samples: list[Sample]) -> tuple[Tensor, ...]:
+        """Predict the samples until the first slow calls are over; return the outputs for all of them."""
+        process = host.process
+        try:
+            if process is None:
+                raise ProcessError(host.last_crash or "it has ended")
+            await process.ping(self._parts.settings.serving_timeout_s)
+            if not samples:
+                return ()
+            outputs = await process.predict(samples)
+            grown, rounds = await _measure_growth(process, samples)
+        except RequestRefused as error:
+            raise StageError("warm-up", f"it does not take samples of its own dataset: {error}") from error
+        except ModelError as error:
+            raise StageError("warm-up", f"the model failed on samples of its own dataset: {error}") from error
+        except ProcessError as error:
+            raise StageError("warm-up", f"its process did not answer: {error}") from error
+        if grown > WARM_UP_GROWTH_BYTES:
+            raise StageError("warm-up", f"it leaks: {grown / 2**20:.0f} MiB more after {rounds} predictions")
+        return outputs
+
+    def _compare(self, golden: GoldenSet, keys: list[str], outputs: tuple[Tensor, ...]) -> int:
+        """Compare with the evaluation; return how many samples were compared."""
+        tolerance = self._parts.settings.serving_golden_tolerance
+        mismatches = find_mismatches(keys, golden.predictions, outputs, tolerance)
+        if mismatches:
+            raise StageError("golden", explain_mismatches(mismatches, len(golden.predictions)))
+        return len(golden.predictions)
+
+    async def _roll_out(self, version: ServedVersion) -> None:
+        """Let the candidate answer its share, or see copies, before it takes over."""
+        own, served = self._parts.settings, self._served
+        if not own.serving_canary_share and not own.serving_shadow_share:
+            return
+        served.candidate, served.canary_share = version, own.serving_canary_share
+        served.shadow_share = own.serving_shadow_share
+        deadline = time.monotonic() + own.serving_rollout_s
+        while time.monotonic() < deadline:
+            if reason := self._find_regression(version, served.primary):
+                raise StageError("canary", reason)
+            await asyncio.sleep(min(WATCH_EVERY_S, own.serving_rollout_s))
+
+    # -- after the flip -----------------------------------------------------
+
+    async def _watch_from_now(self, version: ServedVersion, replaced: ServedVersion | None) -> None:
+        if self._watcher is not None:
+            await cancel_and_wait(self._watcher)
+        if replaced is not None and self._parts.settings.serving_watch_s:
+            self._watcher = asyncio.create_task(self._watch(version, replaced))
+
+    async def _watch(self, version: ServedVersion, replaced: ServedVersion) -> None:
+        """Take the version back where it does worse than the one before."""
+        deadline = time.monotonic() + self._parts.settings.serving_watch_s
+        while time.monotonic() < deadline and self._served.primary is version:
+            if reason := self._find_regression(version, replaced):
+                await self._take_back(version, replaced, reason)
+                return
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    def _find_regression(self, version: ServedVersion, other: ServedVersion | None) -> str:
+        if version.crashes:
+            return f"its process ended: {version.host.last_crash}"
+        return find_regression(version.measure(), other.tally if other else None, self._parts.settings.watch_limits)
+
+    async def _take_back(self, version: ServedVersion, replaced: ServedVersion, reason: str) -> None:
+        served = self._served
+        if served.primary is not version or served.previous is not replaced:
+            return
+        served.flip_back()
+        if version.host is not replaced.host:
+            self._drain(version)
+        await self._report_failure(version.promotion, "watch", reason)
+
+    # -- facts --------------------------------------------------------------
+
+    async def _report_success(self, promotion: ModelPromoted, replaced: ServedVersion | None, golden: int) -> None:
+        origin = self._origins[promotion.version]
+        seconds = max(0.0, (self._parts.clock.now() - origin.stored_at).total_seconds())
+        self._measure()
+        log.info("deployed", model=promotion.model, version=promotion.version, run_id=promotion.run_id)
+        if promotion.version in self.versions.deployed:
+            return  # after a restart
+        metrics.DEPLOYED.labels(promotion.model).inc()
+        metrics.DEPLOY_SECONDS.observe(seconds)
+        fact = ModelDeployed(
+            model=promotion.model,
+            version=promotion.version,
+            run_id=promotion.run_id,
+            replaced_version=replaced.version if replaced is not None else None,
+            seconds=round(seconds, 3),
+            golden_samples=golden,
+        )
+        self.versions.apply(fact)
+        await self._parts.publish(fact, origin.envelope)
+
+    async def _report_failure(self, promotion: ModelPromoted, stage: str, reason: str) -> None:
+        primary = self._served.primary
+        fact = ModelDeployFailed(
+            model=promotion.model,
+            version=promotion.version,
+            run_id=promotion.run_id,
+            stage=stage,
+            reason=reason,
+            serving_version=primary.version if primary is not None else None,
+        )
+        metrics.DEPLOY_FAILURES.labels(promotion.model, stage).inc()
+        log.warning("not deployed", model=promotion.model, version=promotion.version, stage=stage, reason=reason)
+        self._served.problem = f"version {promotion.version} is not served ({stage}): {reason}"
+        self.versions.apply(fact)
+        self._news.set()
+        self._measure()
+        await self._parts.publish(fact, self._origins[promotion.version].envelope)
+
+    def _measure(self) -> None:
+        served, champion = self._served, self.versions.champion
+        version = served.primary.version if served.primary is not None else 0
+        metrics.VERSION.labels(served.name).set(version)
+        metrics.IS_CHAMPION.labels(served.name).set(int(champion is not None and champion.version == version))
+
+    # -- end ----------------------------------------------------------------
+
+    def _drain(self, version: ServedVersion) -> None:
+        task = asyncio.create_task(self._drain_and_remove(version))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _drain_and_remove(self, version: ServedVersion) -> None:
+        await version.host.drain()
+        kept = {each.host.artifact.folder for each in self._served.versions()}
+        if version.host.artifact.folder not in kept and not self._news.is_set():
+            await self._parts.source.remove_others(self._served.name, kept)
+
+    async def _stop(self) -> None:
+        if self._watcher is not None:
+            await cancel_and_wait(self._watcher)
+        await cancel_and_wait(*self._drains)
+        for each in self._served.versions():
+            await each.host.stop()
+
+
+async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:
+    """Return by how many bytes a process grows, and over how many predictions."""
+    for number in range(FIRST_ROUNDS):
+        await process.predict([samples[number % len(samples)]])
+    before_bytes, started = process.resident_bytes(), time.monotonic()
+    for number in range(MAX_ROUNDS):
+        await process.predict([samples[number % len(samples)]])
+        waited_s = time.monotonic() - started
+        if waited_s > (WARM_UP_S if number + 1 >= MIN_ROUNDS else MAX_WARM_UP_S):
+            break
+    return process.resident_bytes() - before_bytes, number + 1
+
+
+def _without_label(sample: Sample) -> Sample:
+    return {name: content for name, content in sample.items() if name != LABEL_FIELD}

@@ -1,0 +1,307 @@
+"""One process of one version of a model: started, asked, measured, ended. ``contracts/model_process.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import contracts
+from contracts.model_process import (
+    MODEL_LAUNCH_VARIABLE,
+    MODEL_PROCESS_MODULE,
+    Frame,
+    FrameReader,
+    ModelLaunch,
+    Sample,
+    Tensor,
+    decode_answer,
+    encode_frame,
+    encode_predict,
+)
+from services.kit.socket_files import socket_path
+from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
+from services.serving.core.problems import InputProblem, RequestRefused
+
+log = structlog.get_logger(__name__)
+
+#: The folder from which model processes import ``trainbus`` and ``contracts``.
+PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
+#: The variables that a model process inherits. No other one can leak.
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_numbers = itertools.count(1)
+
+
+class ProcessError(Exception):
+    """The process did not answer: it has ended, or was ended because it was late."""
+
+
+class ModelError(Exception):
+    """The model raised this."""
+
+
+class LoadError(Exception):
+    """The process could not load its model; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """How a process runs its model."""
+
+    max_batch: int
+    max_delay_s: float
+    threads: int
+    device: str
+    load_timeout_s: float
+    timeout_s: float
+
+
+class ModelProcess(asyncio.Protocol):
+    """The connection to one process. Its requests fail with ``ProcessError`` once it has ended."""
+
+    def __init__(self, limits: ProcessLimits) -> None:
+        self._limits = limits
+        self.pid = 0
+        self.classes: tuple[str, ...] = ()
+        self.ended = asyncio.Event()
+        self.reason = "it has ended"
+        self._frames = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Frame]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loaded: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+
+    # -- life ---------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        environment: Mapping[str, str],
+        limits: ProcessLimits,
+        warm_server: WarmServer | None,
+    ) -> ModelProcess:
+        """Start a process that loads the model in ``folder``, and wait until it has.
+
+        Raises:
+            LoadError: it cannot load it, or not in time.
+        """
+        process = cls(limits)
+        number = next(_numbers)
+        path = socket_path(folder, f"p{os.getpid()}-{number}.sock")
+        server = await asyncio.get_running_loop().create_unix_server(lambda: process, path)
+        child: subprocess.Popen[bytes] | None = None
+        try:
+            launch = ModelLaunch(
+                folder=folder,
+                socket=path,
+                max_batch=limits.max_batch,
+                max_delay_s=limits.max_delay_s,
+                threads=limits.threads,
+                device=limits.device,
+            )
+            log_file = folder.with_name(f"{folder.name}.log")
+            process.pid, child = await _spawn(launch, build_environment(environment), log_file, warm_server)
+            await process._wait_loaded(child)
+        except BaseException:
+            process.kill("it was not ready")
+            raise
+        finally:
+            server.close()
+            path.unlink(missing_ok=True)
+            if child is not None:
+                reaper = asyncio.create_task(asyncio.to_thread(child.wait))
+                reaper.add_done_callback(lambda _: None)
+        return process
+
+    async def _wait_loaded(self, child: subprocess.Popen[bytes] | None) -> None:
+        deadline = asyncio.get_running_loop().time() + self._limits.load_timeout_s
+        while True:
+            left_s = deadline - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait({self._loaded}, timeout=max(0.0, min(left_s, 0.5)))
+            if done:
+                break
+            if left_s <= 0:
+                raise LoadError(f"it has not loaded its model after {self._limits.load_timeout_s:g} s")
+            if self._transport is None and not _is_alive(self.pid, child):
+                raise LoadError("its process ended before it connected; see its log")
+        frame = self._loaded.result()
+        if frame.op != "ready":
+            raise LoadError(str(frame.header.get("error", "it cannot be loaded")))
+        self.classes = tuple(frame.header.get("classes", ()))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._transport is not None and not self.ended.is_set()
+
+    def kill(self, reason: str) -> None:
+        """End the process and all that it has started."""
+        if self.reason == "it has ended":
+            self.reason = reason
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.pid = 0
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resident_bytes(self) -> int:
+        """Return the memory that the process has; 0 where that is unknown."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    # -- requests -----------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a reply."""
+        return len(self._replies)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until every request has its reply, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    async def predict(self, samples: Sequence[Sample]) -> tuple[Tensor, ...]:
+        """Return the outputs for some samples.
+
+        Raises:
+            RequestRefused: the samples are not what the model takes.
+            ModelError: the model raised an error.
+            ProcessError: the process ended, or was too late and was killed.
+        """
+        request_id = next(self._ids)
+        frame = await self._request(request_id, encode_predict(request_id, samples), self._limits.timeout_s)
+        match frame.op:
+            case "answer":
+                return decode_answer(frame)
+            case "refused":
+                raise RequestRefused([_to_problem(each) for each in frame.header["problems"]], 422)
+            case _:
+                raise ModelError(str(frame.header.get("error", "the model failed")))
+
+    async def ping(self, timeout_s: float) -> None:
+        """Wait until the process replies.
+
+        Raises:
+            ProcessError: it does not in time.
+        """
+        request_id = next(self._ids)
+        await self._request(request_id, encode_frame({"op": "ping", "id": request_id}), timeout_s)
+
+    async def _request(self, request_id: int, frame: bytes, timeout_s: float) -> Frame:
+        if self._transport is None or self.ended.is_set():
+            raise ProcessError(self.reason)
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = future
+        self._idle.clear()
+        self._transport.write(frame)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            self.kill(f"it did not answer for {timeout_s:g} s")
+            raise ProcessError(self.reason) from error
+        finally:
+            self._replies.pop(request_id, None)
+            if not self._replies:
+                self._idle.set()
+
+    # -- protocol -----------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                future = self._loaded if frame.op in ("ready", "failed") else self._replies.get(frame.header["id"])
+                if future is not None and not future.done():
+                    future.set_result(frame)
+        except (ValueError, KeyError, TypeError) as error:
+            self.kill(f"its replies cannot be read: {error!r}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+        for future in list(self._replies.values()):
+            if not future.done():
+                future.set_exception(ProcessError(self.reason))
+        if not self._loaded.done():
+            self._loaded.set_result(Frame({"op": "failed", "error": "its process ended while it loaded the model"}))
+        if self.pid:
+            self.kill(self.reason)
+
+
+def _to_problem(problem: Mapping[str, Any]) -> InputProblem:
+    field = f"rows.{problem['row']}"
+    return InputProblem(f"{field}.{problem['field']}" if problem.get("field") else field, str(problem["text"]))
+
+
+def build_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a model process: the run's own variables, and nothing of this service's."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return {**inherited, **own, "PYTHONPATH": str(PYTHON_ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+async def _spawn(
+    launch: ModelLaunch, environment: Mapping[str, str], log_file: Path, warm_server: WarmServer | None
+) -> tuple[int, subprocess.Popen[bytes] | None]:
+    """Start a process in a group of its own, forked where a warm server is ready; return its pid."""
+    whole = {**environment, MODEL_LAUNCH_VARIABLE: launch.model_dump_json()}
+    if warm_server is not None and warm_server.is_ready:
+        try:
+            exit_file = launch.folder.with_name(f"{launch.folder.name}.exit")
+            pid = await warm_server.fork(
+                whole, _working_folder(launch.folder), log_file, exit_file, MODEL_PROCESS_MODULE
+            )
+            return pid, None
+        except WarmServerTimeout as error:
+            raise LoadError(f"its process was not forked: {error}") from error
+        except WarmServerError as error:
+            log.warning("the warm server cannot fork, starting cold", error=str(error))
+    child = await asyncio.to_thread(_start_cold, launch, whole, log_file)
+    return child.pid, child
+
+
+def _start_cold(launch: ModelLaunch, environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
+    with log_file.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", MODEL_PROCESS_MODULE],
+            cwd=_working_folder(launch.folder),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _working_folder(folder: Path) -> Path:
+    """Return where the model's code runs: as in training, where its own files are."""
+    return code if (code := folder / "code").is_dir() else folder
+
+
+def _is_alive(pid: int, child: subprocess.Popen[bytes] | None) -> bool:
+    if child is not None:
+        return child.poll() is None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state != "Z"

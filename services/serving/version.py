@@ -1,0 +1,199 @@
+"""One version of a model that is served: its process, which is started again when it ends, and what it has done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from contracts.events.model import ModelPromoted
+from contracts.model_process import Sample, Tensor
+from services.kit.concurrency import cancel_and_wait
+from services.kit.warm_server import WarmServer
+from services.serving import metrics
+from services.serving.core.problems import RequestRefused
+from services.serving.core.signature import Signature
+from services.serving.core.watch import RequestTally
+from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
+
+log = structlog.get_logger(__name__)
+
+#: Seconds until a process is started again after it has ended; the last one repeats.
+RESTART_DELAYS_S = (0.0, 0.5, 2.0, 10.0, 60.0)
+#: A process that ran this long starts again with the first delay.
+STABLE_AFTER_S = 60.0
+MEASURE_EVERY_S = 1.0
+#: Seconds that requests have to end before a process is stopped.
+DRAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArtifact:
+    """A fetched model: its folder, and how its processes run."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    signature: Signature
+
+
+class ModelHost:
+    """Keeps one process of an artifact running: another one takes its place when it ends or has grown too much."""
+
+    def __init__(
+        self,
+        model: str,
+        artifact: ModelArtifact,
+        limits: ProcessLimits,
+        warm_server: WarmServer | None,
+        max_growth_bytes: int,
+    ) -> None:
+        self._model, self.artifact, self._limits = model, artifact, limits
+        self._warm_server, self._max_growth_bytes = warm_server, max_growth_bytes
+        self._process: ModelProcess | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        #: Times that the process ended by itself or had to be killed.
+        self.crashes = 0
+        self.last_crash = ""
+        self.loaded_bytes = 0
+
+    async def start(self) -> None:
+        """Start the first process.
+
+        Raises:
+            LoadError: it cannot load the model.
+        """
+        await self._start_process()
+        self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._model}")
+
+    @property
+    def process(self) -> ModelProcess | None:
+        """The process that answers; None while there is none."""
+        return self._process if self._process is not None and self._process.is_alive else None
+
+    async def wait_process(self, timeout_s: float) -> ModelProcess:
+        """Return the process, once one runs.
+
+        Raises:
+            ProcessError: none runs in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (process := self.process) is None:
+            self._changed.clear()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._keeper is None:
+                raise ProcessError(f"its process does not run: {self.last_crash or 'it is stopped'}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+        return process
+
+    async def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Wait until no request is open, then stop."""
+        if (process := self.process) is not None:
+            await process.wait_idle(timeout_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End the process for good."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await cancel_and_wait(keeper)
+        if self._process is not None:
+            self._process.kill("it was stopped")
+        self._changed.set()
+
+    async def _start_process(self) -> None:
+        process = await ModelProcess.start(
+            self.artifact.folder, self.artifact.environment, self._limits, self._warm_server
+        )
+        self._process, self.loaded_bytes = process, process.resident_bytes()
+        self._changed.set()
+
+    async def _keep(self) -> None:
+        """Start the process again whenever it has ended; replace it when it has grown too much."""
+        early_ends, started_at = 0, time.monotonic()
+        while True:
+            assert self._process is not None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.ended.wait(), MEASURE_EVERY_S)
+            if self._process.is_alive:
+                await self._replace_when_grown(self._process)
+                continue
+            self.crashes += 1
+            self.last_crash = self._process.reason
+            early_ends = 0 if time.monotonic() - started_at > STABLE_AFTER_S else early_ends + 1
+            while self.process is None:
+                delay_s = RESTART_DELAYS_S[min(max(early_ends - 1, 0), len(RESTART_DELAYS_S) - 1)]
+                log.warning("model process ended", model=self._model, reason=self.last_crash, restart_in_s=delay_s)
+                await asyncio.sleep(delay_s)
+                metrics.PROCESS_RESTARTS.labels(self._model).inc()
+                try:
+                    await self._start_process()
+                except LoadError as error:
+                    self.last_crash = str(error)
+                    early_ends += 1
+            started_at = time.monotonic()
+
+    async def _replace_when_grown(self, process: ModelProcess) -> None:
+        if process.resident_bytes() - self.loaded_bytes <= self._max_growth_bytes:
+            return
+        log.warning("model process has grown too much and is replaced", model=self._model, pid=process.pid)
+        try:
+            await self._start_process()
+        except LoadError as error:
+            log.warning("no other model process starts", model=self._model, error=str(error))
+            return
+        metrics.PROCESS_RESTARTS.labels(self._model).inc()
+        await process.wait_idle(DRAIN_S)
+        process.kill("it has grown too much")
+
+
+class ServedVersion:
+    """A promotion that is served: a host, which it may share with another promotion of the same checkpoint."""
+
+    def __init__(self, promotion: ModelPromoted, host: ModelHost, signature: Signature) -> None:
+        self.promotion, self.host, self.signature = promotion, host, signature
+        self.tally = RequestTally()
+        self._crashes_before = host.crashes
+
+    @property
+    def version(self) -> int:
+        return self.promotion.version
+
+    @property
+    def crashes(self) -> int:
+        """Crashes since this version began."""
+        return self.host.crashes - self._crashes_before
+
+    def measure(self) -> RequestTally:
+        """Return the tally with the process's memory as it is now."""
+        process = self.host.process
+        self.tally.loaded_bytes = self.host.loaded_bytes
+        self.tally.resident_bytes = process.resident_bytes() if process is not None else 0
+        return self.tally
+
+    async def predict(self, samples: Sequence[Sample], patience_s: float = 0.0) -> tuple[Tensor, ...]:
+        """Return the outputs for some samples; wait ``patience_s`` for a process where none runs.
+
+        Raises:
+            RequestRefused, ModelError, ProcessError: see ``ModelProcess.predict``.
+        """
+        started = time.monotonic()
+        try:
+            process = self.host.process or await self.host.wait_process(patience_s)
+            outputs = await process.predict(samples)
+        except RequestRefused:
+            self.tally.refused += 1
+            raise
+        except (ModelError, ProcessError) as error:
+            self.tally.errors += 1
+            self.tally.last_error = str(error)
+            raise
+        self.tally.answered += 1
+        self.tally.latencies_s.append(time.monotonic() - started)
+        return outputs

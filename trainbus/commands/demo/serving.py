@@ -1,0 +1,134 @@
+"""The last part of the demo: the promoted model answers, and a broken promotion is refused while it goes on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from contracts.events.train import PromoteRequested, RollbackRequested
+from trainbus.client.connection import Connection
+from trainbus.client.package import CodePackage, pack_project
+from trainbus.client.views import StackView
+from trainbus.commands.demo.screen import Screen
+
+MODEL = "digits"
+BROKEN_TASK = "broken_task:Broken"
+#: A task that works where it is trained, and nowhere else.
+BROKEN_SOURCE = '''"""Digits whose predictions need a file that only training has."""
+
+import os
+from pathlib import Path
+
+from task import Digits
+
+
+class Broken(Digits):
+    def predict(self, model, batch):
+        Path(os.environ.get("TRAINBUS_LAUNCH", "launch.json")).read_bytes()
+        return super().predict(model, batch)
+'''
+#: What a picture's greys are drawn with, from dark to light.
+SHADES = " .:-=+*#%@"
+#: Waits until a condition on the stack holds.
+Wait = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class ServedDemo:
+    """What the demo saw of serving."""
+
+    #: The true digit, the answer, and the version that gave it.
+    digit: str = ""
+    answer: str = ""
+    version: int | None = None
+    #: Why the broken version is not served, and what answered meanwhile.
+    refusal: str = ""
+    answer_after: str = ""
+
+    def problems(self) -> list[str]:
+        """Return what was promised and not seen."""
+        found = []
+        if not self.answer:
+            found.append("the promoted model did not answer")
+        elif self.answer != self.digit:
+            found.append(f"the served model took a {self.digit} for a {self.answer}")
+        if not self.refusal:
+            found.append("the broken promotion was not refused")
+        elif self.answer_after != self.answer:
+            found.append(f"beside the broken promotion the model answered {self.answer_after or 'nothing'}")
+        return found
+
+
+def pack_broken_project(example: Path) -> CodePackage:
+    """Pack the example with the broken task beside its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in example.glob("*.py"):
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+        (Path(folder) / "broken_task.py").write_text(BROKEN_SOURCE)
+        return pack_project(Path(folder))
+
+
+async def show_answer(
+    seen: ServedDemo, view: StackView, screen: Screen, url: str, scans: dict[str, bytes], wait: Wait
+) -> None:
+    """Ask the served champion for a drawn digit."""
+    stage = screen.stage("served model")
+    await wait(lambda: MODEL in view.models and view.models[MODEL].served_version == view.models[MODEL].version)
+    name, picture = next((name, body) for name, body in sorted(scans.items()) if name.startswith("7/"))
+    seen.digit = name.partition("/")[0]
+    seen.answer, seen.version = await ask(url, picture)
+    for line in draw(picture):
+        screen.print_line(line)
+    screen.done(
+        stage, f"version {seen.version} answers a drawn {seen.digit} with {seen.answer} ({url}/predict/{MODEL})"
+    )
+
+
+async def show_refusal(
+    seen: ServedDemo,
+    view: StackView,
+    screen: Screen,
+    connection: Connection,
+    url: str,
+    run_id: str,
+    scans: dict[str, bytes],
+    wait: Wait,
+) -> None:
+    """Promote a run that cannot be served, see it refused, and take the promotion back."""
+    stage = screen.stage("broken promotion")
+    before = view.models[MODEL].version
+    await connection.publish_request(PromoteRequested(model=MODEL, run_id=run_id, reason="the demo breaks something"))
+    await wait(lambda: view.models[MODEL].version > before and bool(view.models[MODEL].serving_problem))
+    seen.refusal = view.models[MODEL].serving_problem
+    picture = next(body for name, body in sorted(scans.items()) if name.startswith("7/"))
+    seen.answer_after, version = await ask(url, picture)
+    await connection.publish_request(RollbackRequested(model=MODEL, reason="the demo mends it"))
+    broken = view.models[MODEL].version
+    await wait(lambda: view.models[MODEL].version > broken and view.models[MODEL].served_version != version)
+    screen.done(stage, f"{seen.refusal[:160]}; version {version} went on answering, and a rollback mended it")
+
+
+async def ask(url: str, picture: bytes) -> tuple[str, int]:
+    """Return the predicted class of a picture, and the version that answered."""
+    async with httpx.AsyncClient(timeout=30) as http:
+        response = await http.post(f"{url}/predict/{MODEL}", content=picture, headers={"Content-Type": "image/png"})
+        response.raise_for_status()
+        content: dict[str, Any] = response.json()
+    return content["predictions"][0]["class"], content["version"]
+
+
+def draw(picture: bytes) -> list[str]:
+    """Return a picture as lines of text."""
+    import io
+
+    from PIL import Image
+
+    with Image.open(io.BytesIO(picture)) as image:
+        width, pixels = image.width, list(image.convert("L").tobytes())
+    shades = [SHADES[value * (len(SHADES) - 1) // 255] * 2 for value in pixels]
+    return ["".join(shades[start : start + width]) for start in range(0, len(shades), width)]

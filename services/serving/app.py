@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 GRACE_S = 5
 
 
-class Serving(Service):
+class ServingService(Service):
     """A service with an HTTP interface of its own; ``serving_port`` is where it listens once it is ready."""
 
     serving_port: int | None = None
@@ -112,10 +112,10 @@ class Deployments:
             asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "pyarrow.parquet")
 
 
-def build(settings: Settings) -> Serving:
+def build(settings: Settings) -> ServingService:
     """Return the service, ready to run."""
     own = ServingSettings.of(settings)
-    service = Serving("serving", own)
+    service = ServingService("serving", own)
     objects: ObjectStore = service.add_resource(ObjectStore(own))
     router = Router(own.serving_timeout_s, own.serving_max_queue)
     folder = own.data_dir.resolve() / "models"
@@ -144,7 +144,7 @@ def _warm_server(settings: ServingSettings) -> WarmServer:
     return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)
 
 
-def _serve(service: Serving, settings: ServingSettings, router: Router) -> None:
+def _serve(service: ServingService, settings: ServingSettings, router: Router) -> None:
     config = uvicorn.Config(
         build_api(router, importlib.metadata.version("trainbus"), settings.serving_max_body_bytes),
         log_config=None,

@@ -46,7 +46,7 @@ class GoldenSamples:
             return GoldenSet()
         name = hashlib.sha256(f"{promotion.checkpoint_uri} {promotion.dataset_id} {self._count}".encode()).hexdigest()
         path = self._folder / f"{name[:32]}.json"
-        if (kept := await asyncio.to_thread(_load, path)) is not None:
+        if (kept := await asyncio.to_thread(_read_kept, path)) is not None:
             return kept
         try:
             samples, predictions = await asyncio.gather(
@@ -57,7 +57,7 @@ class GoldenSamples:
             return GoldenSet()
         golden = GoldenSet(samples, {key: value for key, value in predictions.items() if key in samples})
         if golden.predictions:
-            await asyncio.to_thread(_keep, path, golden)
+            await asyncio.to_thread(_write_kept, path, golden)
         return golden
 
     async def _read_samples(self, dataset_id: str) -> dict[str, dict[str, bytes]]:
@@ -99,7 +99,7 @@ class GoldenSamples:
         return next((each for each in artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS_FILE), None)
 
 
-def _keep(path: Path, golden: GoldenSet) -> None:
+def _write_kept(path: Path, golden: GoldenSet) -> None:
     """Write a golden set, whole or not at all; drop the oldest ones."""
     samples = {
         key: {name: base64.b64encode(content).decode() for name, content in sample.items()}
@@ -113,7 +113,7 @@ def _keep(path: Path, golden: GoldenSet) -> None:
         old.unlink(missing_ok=True)
 
 
-def _load(path: Path) -> GoldenSet | None:
+def _read_kept(path: Path) -> GoldenSet | None:
     try:
         content = json.loads(path.read_bytes())
         samples = {

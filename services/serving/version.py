@@ -69,7 +69,7 @@ class ModelHost:
             LoadError: it cannot load the model.
         """
         await self._start_process()
-        self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._model}")
+        self._keeper = asyncio.create_task(self._keep_running(), name=f"keep {self._model}")
 
     @property
     def process(self) -> ModelProcess | None:
@@ -114,7 +114,7 @@ class ModelHost:
         self._process, self.loaded_bytes = process, process.resident_bytes()
         self._changed.set()
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         """Start the process again whenever it has ended; replace it when it has grown too much."""
         early_ends, started_at = 0, time.monotonic()
         while True:

@@ -25,7 +25,7 @@ from services.kit.settings import Settings
 from services.kit.socket_files import socket_path
 from services.kit.store.objects import ObjectStore
 from services.kit.warm_server import WarmServer
-from services.serving.app import Serving, build
+from services.serving.app import ServingService, build
 from services.serving.process import PYTHON_ROOT
 from services.serving.settings import ServingSettings
 
@@ -86,7 +86,7 @@ class House:
 
     store: ModelStore
     settings: ServingSettings
-    service: Serving
+    service: ServingService
     http: httpx.AsyncClient
     bus: Bus
     runs: dict[str, CheckpointRef] = field(default_factory=dict)
@@ -146,9 +146,9 @@ async def store(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> ModelS
 @pytest_asyncio.fixture
 async def start_house(store: ModelStore, s3_settings: Settings, bus: Bus) -> AsyncIterator[Callable[..., Any]]:
     """Start services; each ends with the test, or by the second result."""
-    running: list[tuple[Serving, asyncio.Task[None], httpx.AsyncClient]] = []
+    running: list[tuple[ServingService, asyncio.Task[None], httpx.AsyncClient]] = []
 
-    async def stop(service: Serving, task: asyncio.Task[None], http: httpx.AsyncClient) -> None:
+    async def stop(service: ServingService, task: asyncio.Task[None], http: httpx.AsyncClient) -> None:
         await http.aclose()
         service.stopping.set()
         await task

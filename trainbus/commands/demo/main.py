@@ -37,7 +37,14 @@ from trainbus.client.views import RunView, StackView
 from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.screen import Screen
-from trainbus.commands.demo.serving import BROKEN_TASK, ServedDemo, Wait, pack_broken_project, show_answer, show_refusal
+from trainbus.commands.demo.served_model import (
+    BROKEN_TASK,
+    ServedDemo,
+    Wait,
+    pack_broken_project,
+    show_answer,
+    show_refusal,
+)
 from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 

@@ -144,7 +144,10 @@ class DataSource(SpecPart):
     """
 
     source: DataUri
-    format: Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
+    #: ``auto``: ingestion recognises it by the names of the files; what it found is in ``dataset.ingested``.
+    format: Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds", "auto"] = (
+        "auto"
+    )
     split: Split = Split()
     checks: RecordChecks = RecordChecks()
     features: FeatureJoin | None = None
@@ -162,7 +165,7 @@ class DataSource(SpecPart):
 
     @model_validator(mode="after")
     def _features_of_rows(self) -> Self:
-        if self.features is not None and self.format != "parquet":
+        if self.features is not None and self.format not in ("parquet", "auto"):
             raise ValueError("data.features needs data.format 'parquet': the entity table is a Parquet file")
         return self
 

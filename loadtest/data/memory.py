@@ -82,7 +82,7 @@ def ingest(root: Path, work: Path, data: DataSource) -> None:
         where = FolderSource.of(data.source, (root,))
         async with DecoderPool(1) as decoders:
             job = IngestionJob(BUCKET, store, where, decoders, work, data)
-            return ingested_fact("i1", None, data, await job.run())
+            return ingested_fact("i1", None, await job.run())
 
     (root / "ingested.json").write_text(asyncio.run(run()).model_dump_json())
 

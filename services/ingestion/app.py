@@ -70,9 +70,9 @@ class Ingestion:
             progress = Progress("listing")
             async with progress.publish_periodically(self._bus, ingestion_id, received.envelope):
                 result = await self._ingest(data, Path(folder), progress)
-        if (problem := find_objection(result.outcome, data, result.quarantine_uri)) is not None:
+        if (problem := find_objection(result.outcome, result.data, result.quarantine_uri)) is not None:
             raise PoisonMessage(problem)
-        await self._publish(ingested_fact(ingestion_id, run_id, data, result), received)
+        await self._publish(ingested_fact(ingestion_id, run_id, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
@@ -148,13 +148,13 @@ def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
     return event.run_id, event.run_id, event.spec.data
 
 
-def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, result: IngestionResult) -> DatasetIngested:
+def ingested_fact(ingestion_id: str, run_id: str | None, result: IngestionResult) -> DatasetIngested:
     """Return the fact of a finished ingestion."""
     outcome = result.outcome
     return DatasetIngested(
         ingestion_id=ingestion_id,
         run_id=run_id,
-        data=data,
+        data=result.data,
         fingerprint=result.fingerprint,
         index_uri=result.index_uri,
         accepted=outcome.accepted,

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import structlog
+from pydantic import ValidationError
 
+from contracts.data_formats import FORMAT_BY_SUFFIX, recognize_format
 from contracts.datasets import canonical_json, ingestion_uri
+from contracts.problems import describe_problems, join_problems
 from contracts.spec.data import DataSource
 from services.ingestion.blob_packs import KEEP_BELOW_BYTES, PackWriter, choose_group_count
 from services.ingestion.catalog import Catalog
@@ -36,6 +39,8 @@ from services.kit.store.objects import ObjectStore
 log = structlog.get_logger(__name__)
 
 QUARANTINE, DONE = "quarantine.jsonl", "done.json"
+#: The formats that names speak for, in words.
+KNOWN = ", ".join(dict.fromkeys(FORMAT_BY_SUFFIX.values()))
 #: What compressed formats become, about.
 EXPANSION = {"parquet": 8, "mds": 4, "webdataset": 1}
 
@@ -44,6 +49,8 @@ EXPANSION = {"parquet": 8, "mds": 4, "webdataset": 1}
 class IngestionResult:
     """Where the result of an ingestion is, and its counts."""
 
+    #: The request, with the format that was found.
+    data: DataSource
     fingerprint: str
     folder_uri: str
     outcome: Outcome
@@ -96,8 +103,7 @@ class IngestionJob:
             PoisonMessage: the source is missing or empty, or the request makes no sense.
             ObjectChanged, ObjectNotFound: an object is no longer what was listed.
         """
-        if (problem := find_impossible_check(self._data)) is not None:
-            raise PoisonMessage(problem)
+        self._check_request()
         with closing(Catalog(self._folder / "catalog.sqlite")) as self._catalog:
             fingerprint = await self._list()
             folder_uri = ingestion_uri(self._bucket, fingerprint)
@@ -110,14 +116,37 @@ class IngestionJob:
             else:
                 # Written again to renew its age: garbage collection removes what is old and in no dataset.
                 await self._objects.put(f"{folder_uri}/{DONE}", content)
-                return IngestionResult(fingerprint, folder_uri, outcome, reused=True)
+                return IngestionResult(self._data, fingerprint, folder_uri, outcome, reused=True)
             expected_bytes = self._catalog.size_of_listing()[1] * EXPANSION.get(self._data.format, 1)
             self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
             try:
                 await self._build(fingerprint, folder_uri)
             finally:
                 self._packs.discard_open()
-            return IngestionResult(fingerprint, folder_uri, self._tally.outcome(), reused=False)
+            return IngestionResult(self._data, fingerprint, folder_uri, self._tally.outcome(), reused=False)
+
+    def _check_request(self) -> None:
+        if self._data.format != "auto" and (problem := find_impossible_check(self._data)) is not None:
+            raise PoisonMessage(problem)
+
+    def _recognize_format(self) -> None:
+        """Replace ``auto`` by the format that the names of the files speak for."""
+        where, names = self._data.source, (listed.path for listed in self._catalog.objects())
+        try:
+            found = recognize_format(names)
+            if found is None:
+                raise ValueError(
+                    f"no file has a name with the ending of a format: give data.format (--format), {KNOWN}"
+                )
+            self._data = DataSource.model_validate({**self._data.model_dump(), "format": found})
+        except ValidationError as error:
+            raise PoisonMessage(
+                f"{where} holds {found}: {join_problems(describe_problems(error, self._data.model_dump()))}"
+            ) from error
+        except ValueError as error:
+            raise PoisonMessage(f"{where}: {error}") from error
+        log.info("recognised the format", source=where, format=found)
+        self._check_request()
 
     async def _build(self, fingerprint: str, folder_uri: str) -> None:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
@@ -136,6 +165,8 @@ class IngestionJob:
         if self._catalog.size_of_listing()[0] == 0:
             where = self._data.source
             raise PoisonMessage(f"there is no object under {where}: check data.source, or upload the data first")
+        if self._data.format == "auto":
+            await run_in_thread(self._recognize_format)
         joined = await self._features.list() if self._features is not None else []
         return await run_in_thread(self._fingerprint, joined)
 

@@ -687,7 +687,6 @@ async def test_an_invalid_ingestion_is_refused(two: tuple[Made, Made], client: A
             await datasets.ingest(client, source, **given, follow=False)
 
     await refused(None, "say what to ingest")
-    await refused("s3://lake/x", "say what it is")
     await refused("s3://lake/x", "data.format", data_format="photos")
     await refused("s3://lake/x", "bad.json", data_format="images", settings=tmp_path / "bad.json")
     await refused("s3://lake/x", "needs split.time_field", data_format="images", settings=tmp_path / "split.toml")

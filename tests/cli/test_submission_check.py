@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trainbus.client.data_format import find_local_format, read_sample, recognize_format
+from contracts.data_formats import recognize_format
+from trainbus.client.data_format import find_local_format, read_sample
 from trainbus.client.errors import UsageError
 from trainbus.client.package import pack_project
 from trainbus.client.submission import build_data, build_request

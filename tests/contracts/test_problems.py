@@ -19,7 +19,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"data": {**SOURCE, "format": "csvv"}},
         {"data.format": "must be 'images', "},
     ),
-    "a part that is missing": ({"data": {"source": "s3://lake/x/"}}, {"data.format": "is missing"}),
+    "a part that is missing": ({"model": "m", "evaluation": {"mode": "min"}}, {"evaluation.metric": "is missing"}),
     "a rule of a part": ({"data": {**SOURCE, "split": {"train": 0.5}}}, {"data.split": "split.train + split.valid"}),
     "deep in a part": (
         {"data": {**SOURCE, "checks": {"ranges": {"age": {"min": "low"}}}}},

@@ -20,6 +20,8 @@ from services.kit.store.objects import ObjectStore
 from tests.ingestion.conftest import Ingesting
 from tests.support_data import digits_lake, fill, image_bytes
 
+FEATURES = {"tables": [{"name": "t", "source": "s3://lake/t", "keys": ["k"]}]}
+
 
 @pytest.fixture
 def lake(s3_settings: Settings) -> str:
@@ -28,6 +30,38 @@ def lake(s3_settings: Settings) -> str:
 
 async def lines(objects: ObjectStore, uri: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (await objects.get(uri)).splitlines()]
+
+
+async def test_the_format_is_recognised_by_what_lies_there(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
+    rows = "".join(json.dumps({"n": i}) + "\n" for i in range(50)).encode()
+    await fill(objects, f"{lake}/rows", {"part/a.jsonl": rows, "README.txt": b"", "_SUCCESS": b""})
+    found = await ingest(DataSource(source=f"{lake}/rows", max_invalid_fraction=1))
+    assert (found.data.format, found.outcome.accepted) == ("jsonl", 50)
+    # As if it had been named: the same dataset.
+    named = await ingest(DataSource(source=f"{lake}/rows", format="jsonl", max_invalid_fraction=1))
+    assert (named.fingerprint, named.reused) == (found.fingerprint, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "problem"),
+    [
+        (("a.jsonl", "b.parquet"), {}, r"both jsonl \(a.jsonl\) and parquet \(b.parquet\) are there: keep one kind"),
+        (
+            ("a.md", "b"),
+            {},
+            r"no file has a name with the ending of a format: give data.format \(--format\), jsonl, csv",
+        ),
+        (("a.png",), {"features": FEATURES}, "holds images: .*needs data.format 'parquet'"),
+        (("a.txt",), {"label_field": "y"}, "has no fields and no labels"),
+    ],
+)
+async def test_what_is_not_recognised_is_refused_in_words(
+    ingest: Ingesting, objects: ObjectStore, lake: str, names: tuple[str, ...], asked: dict[str, Any], problem: str
+) -> None:
+    await fill(objects, f"{lake}/mixed", dict.fromkeys(names, b"something"))
+    data = DataSource.model_validate({"source": f"{lake}/mixed", **asked})
+    with pytest.raises(PoisonMessage, match=problem):
+        await ingest(data)
 
 
 async def test_images_by_folder(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:

@@ -5,69 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from contracts.data_formats import FORMAT_BY_SUFFIX, recognize_format
 from contracts.spec.data import DataSource
 from trainbus.client.errors import UsageError
 
-#: By the ending of a file's name: the format that it speaks for. Other files speak for none.
-FORMAT_BY_SUFFIX = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".txt": "text",
-    ".tar": "webdataset",
-    ".tgz": "webdataset",
-    ".mds": "mds",
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "images"),
-}
-#: Files that describe others of a folder, and the format that they speak for.
-DESCRIPTIONS = {
-    "labels.csv": "images",
-    "labels.parquet": "images",
-    "manifest.jsonl": "binary",
-    "manifest.csv": "binary",
-    "index.json": "mds",
-}
 #: Files that are looked at.
 MAX_FILES = 10_000
 #: The largest file that a sample is read from, unless its rows are read one by one.
 MAX_SAMPLE_BYTES = 64 * 2**20
-
-
-def recognize_format(names: Iterable[str]) -> str | None:
-    """Return the format of files by their names; None if none speaks for one.
-
-    Raises:
-        ValueError: they are of two formats.
-    """
-    examples: dict[str, str] = {}
-    described = ""
-    for name in names:
-        last = name.rsplit("/", 1)[-1].lower()
-        if last.startswith("."):
-            continue
-        if (format_ := DESCRIPTIONS.get(last)) is not None:
-            described = described or format_
-        elif (format_ := FORMAT_BY_SUFFIX.get(os.path.splitext(last)[1])) is not None:
-            examples.setdefault(format_, name)
-    if described == "binary" or (described and not examples):
-        return described
-    if described:
-        examples.setdefault(described, "its description")
-    if len(examples) > 1:
-        (one, first), (other, second) = list(examples.items())[:2]
-        raise ValueError(
-            f"both {one} ({first}) and {other} ({second}) are there: keep one kind in a folder, or say which with "
-            f"--format {one}; the other files are then put aside"
-        )
-    return next(iter(examples), None)
 
 
 def find_local_format(path: Path) -> str | None:

@@ -71,10 +71,6 @@ def build_ingestion(data: dict[str, Any]) -> IngestRequested:
     """
     if "source" not in data:
         raise UsageError("say what to ingest: `trainbus datasets ingest s3://lake/digits --format images`")
-    if "format" not in data:
-        raise UsageError(
-            "say what it is: --format images, jsonl, csv, parquet, text, tokens, binary, webdataset or mds"
-        )
     try:
         return IngestRequested.model_validate({"data": data})
     except ValidationError as error:

@@ -14,10 +14,11 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
+from contracts.data_formats import recognize_format
 from contracts.events.train import TrainRequested
 from contracts.spec.launchers import describe_launcher
 from trainbus.client.address import StackAddress
-from trainbus.client.data_format import find_local_format, recognize_format
+from trainbus.client.data_format import find_local_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
 from trainbus.client.lake import uses_gateway
 from trainbus.client.package import CodePackage
@@ -190,12 +191,12 @@ def build_data(text: str, data_format: str | None, given: Any = None) -> dict[st
     kept = given if isinstance(given, dict) and "source" in given else {}
     known = {**kept, "source": source}
     if data_format or "format" not in known:
-        known["format"] = data_format or _find_format(source) or "images"
+        known["format"] = data_format or _find_format(source) or "auto"
     return known
 
 
 def _find_format(source: str) -> str | None:
-    """Return the format of a source by what lies in a local one, or by the ending of an address."""
+    """Return the format of a source by what lies in a local one, or by the ending of an address; None: unknown here."""
     if source.startswith("file:"):
         return find_local_format(Path(unquote(urlsplit(source).path)))
     return recognize_format([source])

@@ -27,7 +27,9 @@ class SubmitOptions(TypedDict, total=False):
         int | None, Ge(1), "Exact mode: the same bits on any number of processes up to this; 12 divides well."
     ]
     data: Annotated[str | None, "s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id."]
-    data_format: Annotated[str | None, "images, jsonl, csv, parquet, text, tokens, binary, webdataset or mds."]
+    data_format: Annotated[
+        str | None, "images, jsonl, csv, parquet, text, tokens, binary, webdataset or mds; default: by the files."
+    ]
     label_field: Annotated[str | None, "The field or column that is the sample's label."]
     priority: Annotated[int | None, Ge(-1000), Le(1000), "Higher goes first."]
     model: Annotated[str | None, "The registered model that the result competes for."]

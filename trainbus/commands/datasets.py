@@ -202,7 +202,11 @@ async def ingest(
         str | None, typer.Argument(help="s3://bucket/prefix of the raw data, or a folder (embedded).")
     ] = None,
     data_format: Annotated[
-        str | None, typer.Option("--format", help="images, jsonl, parquet, text, tokens, binary, webdataset or mds.")
+        str | None,
+        typer.Option(
+            "--format",
+            help="images, jsonl, csv, parquet, text, tokens, binary, webdataset or mds; default: by the files.",
+        ),
     ] = None,
     label_field: Annotated[str | None, typer.Option("--label", help="Field or column that is the label.")] = None,
     settings: Annotated[

@@ -177,6 +177,23 @@ def test_the_metric_of_an_evaluation_says_what_is_better(text: str, mode: str) -
     assert (request.evaluation.metric, request.evaluation.mode) == (text.partition(":")[0], mode)
 
 
+def test_how_a_script_is_measured_are_options(tmp_path: Path) -> None:
+    request = build(
+        None,
+        command="python train.py",
+        model="m",
+        evaluate="accuracy",
+        evaluate_command="python 'my evaluate.py' --fast",
+        evaluate_checkpoint="final",
+        evaluate_slots="2..4",
+    )
+    assert request.evaluation is not None
+    assert request.evaluation.command == ["python", "my evaluate.py", "--fast"]
+    assert request.evaluation.checkpoint == "final"
+    assert request.evaluation.slots is not None
+    assert (request.evaluation.slots.min, request.evaluation.slots.max) == (2, 4)
+
+
 def test_options_change_one_field_of_a_part_of_the_request() -> None:
     body = {"retention": {"last": 7}, "packages": {"source": "node"}}
     request = build("task:A", request=body, retention_metric="validation/accuracy", torch="project")
@@ -195,6 +212,8 @@ def test_options_change_one_field_of_a_part_of_the_request() -> None:
         ({"evaluate": "loss:low", "model": "m"}, "test/accuracy:max"),
         ({"retention_metric": "loss:low"}, "retention_metric 'loss:low': give a metric"),
         ({"torch": "mine"}, "packages.torch"),
+        ({"evaluate_command": "python e.py", "model": "m"}, "evaluate_command needs evaluate: the metric"),
+        ({"evaluate": "a", "evaluate_checkpoint": "last", "model": "m"}, "evaluation.checkpoint"),
         ({"metric_patterns": {"loss": "loss .*"}}, "needs a group around the value"),
         ({"metric_patterns": {"loss": "loss ("}}, "is not a regular expression"),
     ],

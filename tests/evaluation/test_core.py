@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef
+from contracts.spec.run import RunSpec
 from contracts.spec.training import Evaluation
 from services.evaluation.core.comparison import ModelPicture, PredictionComparison
+from services.evaluation.core.decide import RequestEvaluation, evaluation_request
 from services.evaluation.core.gate import Criteria, Evidence, Verdict, judge, metric_value
 from services.evaluation.core.report import Comparison, markdown, parse_predictions
 from services.evaluation.core.report_page import render_page
@@ -158,3 +160,63 @@ def test_a_report_says_the_numbers_and_is_the_same_each_time(candidate: Metrics,
     assert f"- State digest: {'d' * 64}" in exact
     if candidate and champion:
         assert [line.split("|")[1].strip() for line in text.splitlines() if "0.05" in line] == ["test/accuracy"]
+
+
+TASK: dict[str, Any] = {
+    "task": "task:T",
+    "code": {"uri": "s3://code/c", "sha256": "0" * 64},
+    "slots": {"min": 4, "max": 8},
+    "gang": {"bundle": 4, "apart": True, "together": "switch"},
+    "resources": {"accelerators": ["h200"], "cpus": 4},
+    "scheduling": {"tier": "production", "clusters": ["north"]},
+}
+#: The request of a training -> slots and gang of its evaluation.
+EVALUATION_SLOTS: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
+    "one": ({"training": {"epochs": 1}}, (1, 1), {"bundle": 1, "apart": False, "together": "switch"}),
+    "in shards": ({"training": {"epochs": 1, "strategy": "fsdp2"}}, (4, 8), TASK["gang"]),
+    "in shards of DeepSpeed": (
+        {"training": {"epochs": 1, "strategy": "deepspeed", "zero_stage": 3}}, (4, 8), TASK["gang"],
+    ),
+    "whole copies of DeepSpeed": (
+        {"training": {"epochs": 1, "strategy": "deepspeed", "zero_stage": 1}},
+        (1, 1),
+        {"bundle": 1, "apart": False, "together": "switch"},
+    ),
+    "its own": (
+        {"training": {"epochs": 1}, "evaluation": {"metric": "a", "mode": "max", "slots": 4}, "model": "m"},
+        (4, 4),
+        TASK["gang"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EVALUATION_SLOTS)
+def test_an_evaluation_has_the_resources_of_its_training(case: str) -> None:
+    fields, slots, gang = EVALUATION_SLOTS[case]
+    trained = RunSpec.model_validate({"name": "r", **TASK, **fields})
+    step = RequestEvaluation("e", "r1", "s3://models/c", None, 5, "accuracy", "max")
+    request = evaluation_request(step, trained)
+    assert (request.slots.min, request.slots.max) == slots
+    assert {name: getattr(request.gang, name) for name in gang} == gang
+    assert (request.resources, request.scheduling) == (trained.resources, trained.scheduling)
+    assert request.evaluate is not None
+    assert (request.evaluate.metric, request.evaluate.mode) == ("accuracy", "max")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "evaluate.py"], ["python", "-m", "trainbus.script_evaluation", "python", "evaluate.py"]),
+        (None, ["./train.sh"]),
+    ],
+)
+def test_a_script_is_measured_by_its_own_command(command: list[str] | None, expected: list[str]) -> None:
+    trained = RunSpec.model_validate(
+        {
+            "name": "r",
+            "command": ["./train.sh"],
+            "model": "m",
+            "evaluation": {"metric": "a", "mode": "max", "command": command},
+        }
+    )
+    assert evaluation_request(RequestEvaluation("e", "r1", "s3://models/c", None, 5), trained).command == expected

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import CheckpointRef, RunExited, RunLog, RunPreempting, RunReleased, RunStarted
+from contracts.predictions import Predictions
 from services.kit.kept_files import unpack_files
 from tests.worker.conftest import World, package
 
@@ -278,3 +280,32 @@ async def test_a_file_that_is_written_all_the_time_is_kept(
         assert (await world.wait_for(RunReleased)).clean
     kept = (await fetch(world, agent, tmp_path / "f"))["state"]
     assert kept.isdigit()
+
+
+#: Measures the checkpoint that lies in the folder to resume from.
+EVALUATE = """
+import json, os, pathlib
+state = json.loads((pathlib.Path(os.environ["TRAINBUS_RESUME_DIR"]) / "state.json").read_text())
+out = pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"])
+(out / "metrics.json").write_text(json.dumps({"loss": 1 / state["epoch"]}))
+(out / "predictions.jsonl").write_text(json.dumps({"id": "a", "target": 1.5, "prediction": 2.0}))
+"""
+
+
+async def test_an_evaluation_of_a_script_has_a_result_and_keeps_no_checkpoint(
+    world: World, agent: Any, commits: None
+) -> None:
+    await agent()
+    await place(world, EPOCHS, "3", "0")
+    await world.wait_for(RunExited)
+    checkpoint = await last_checkpoint(world)
+    command = [sys.executable, "-m", "trainbus.script_evaluation", sys.executable, "-c", EVALUATE]
+    target = {"run_id": "r1", "checkpoint_uri": checkpoint.uri}
+    await world.place("r2", command=command, kind="evaluate", evaluate=target, resume=checkpoint)
+    exited = await world.wait_for(RunExited, "r2")
+    assert exited.outcome == "succeeded", exited
+    assert exited.metrics == {"test/loss": pytest.approx(1 / 3)}
+    assert (exited.notice, [each.name for each in exited.artifacts]) == ("", ["predictions.parquet"])
+    predictions = Predictions(await world.objects.get(exited.artifacts[0].uri))
+    assert predictions.table()["score"].to_pylist() == [-0.25]
+    assert not [fact for fact in await world.facts("r2") if isinstance(fact, CheckpointStaged)]

@@ -28,6 +28,7 @@ TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 #: Options that are fields of the request, and those that are fields of its ``training``, as they are given.
 RUN_OPTIONS = ("name", "priority", "model", "experiment", "team", "init_from")
 TRAINING_OPTIONS = ("epochs", "max_steps", "logical_ranks")
+EVALUATION_OPTIONS = ("evaluate_command", "evaluate_checkpoint", "evaluate_slots")
 #: Options whose entries are added to those of the request.
 MAPPING_OPTIONS = ("params", "env", "metric_patterns")
 #: Metrics by these names are better the lower they are.
@@ -95,6 +96,16 @@ def _label(data: Any, label_field: str) -> dict[str, Any]:
     return {**data, "label_field": label_field}
 
 
+def _build_evaluation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``evaluation`` that these options set."""
+    fields = {name.removeprefix("evaluate_"): value for name, value in given.items()}
+    if isinstance(command := fields.get("command"), str):
+        fields["command"] = shlex.split(command)
+    if "slots" in fields:
+        fields["slots"] = parse_slots(str(fields["slots"]))
+    return fields
+
+
 def build_request(
     project: Path | None, task: str | None, package: CodePackage | None, bucket: str, options: SubmitOptions
 ) -> TrainRequested:
@@ -126,6 +137,10 @@ def build_request(
     _check_patterns(body.get("metric_patterns"))
     if "evaluate" in given:
         body["evaluation"] = {**(body.get("evaluation") or {}), **parse_metric("evaluate", given["evaluate"])}
+    if own := {name: given[name] for name in EVALUATION_OPTIONS if name in given}:
+        body["evaluation"] = {**(body.get("evaluation") or {}), **_build_evaluation(own)}
+        if "metric" not in body["evaluation"]:
+            raise UsageError(f"{min(own)} needs evaluate: the metric that the result is compared by")
     if "retention_metric" in given:
         wanted = parse_metric("retention_metric", given["retention_metric"])
         body["retention"] = {**(body.get("retention") or {}), **wanted}

@@ -36,6 +36,15 @@ class SubmitOptions(TypedDict, total=False):
     evaluate: Annotated[
         str | None, "Measure the result on the test split and gate its promotion by this: test/accuracy, test/loss:min."
     ]
+    evaluate_command: Annotated[
+        str | Sequence[str] | None, "What measures a script's checkpoint, for example 'python evaluate.py'."
+    ]
+    evaluate_checkpoint: Annotated[
+        str | None, "Which checkpoint is measured: best (default where one was validated) or final."
+    ]
+    evaluate_slots: Annotated[
+        int | str | None, "Slots of the evaluation; default: 1, or training's for sharded models."
+    ]
     retention_metric: Annotated[
         str | None, "The metric that makes a checkpoint the best: it is kept and is RUN@best. accuracy, test/loss:min."
     ]

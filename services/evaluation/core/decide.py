@@ -20,7 +20,7 @@ from contracts.predictions import PREDICTIONS_FILE
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.base import Mode
 from contracts.spec.data import DatasetRef
-from contracts.spec.resources import Slots
+from contracts.spec.resources import Gang, Slots
 from contracts.spec.run import RunSpec
 from contracts.spec.training import EvaluationTarget
 from services.evaluation.core.gate import Criteria, Verdict, metric_value
@@ -28,6 +28,8 @@ from services.evaluation.core.state import Candidate, Outcome, State, Version
 
 #: An evaluation is short and a candidate waits for it: it goes before trainings of its run's own priority.
 PRIORITY_BONUS = 10
+#: Runs the command that follows, and makes what it wrote the run's result.
+MEASURE_SCRIPT = ("python", "-m", "trainbus.script_evaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
     Raises:
         UnmeasurableError: the rules for requests refuse the recorded spec; they may be stricter now than they were.
     """
+    slots = _choose_slots(trained)
     try:
         return TrainRequested(
             name=f"evaluate {trained.name}"[:200],
@@ -244,12 +247,15 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             user=trained.user,
             team=trained.team,
             priority=min(step.priority + PRIORITY_BONUS, 1000),
-            slots=Slots(min=1, max=1),
+            slots=slots,
+            resources=trained.resources,
+            gang=_choose_gang(trained.gang, slots),
+            scheduling=trained.scheduling,
             code=trained.code,
             packages=trained.packages,
             task=trained.task,
             params=trained.params,
-            command=trained.command,
+            command=_choose_command(trained),
             metric_patterns=trained.metric_patterns,
             env=trained.env,
             data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
@@ -272,6 +278,29 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             f"the evaluation of run {step.target_run_id} cannot be requested, because today's rules refuse the run's "
             f"recorded spec: {problems}"
         ) from error
+
+
+def _choose_slots(trained: RunSpec) -> Slots:
+    """Return the slots of an evaluation: its own, those of training for a model in shards, else one."""
+    if trained.evaluation is not None and trained.evaluation.slots is not None:
+        return trained.evaluation.slots
+    training = trained.training
+    is_sharded = training is not None and (
+        training.strategy == "fsdp2" or (training.strategy == "deepspeed" and training.zero_stage == 3)
+    )
+    return trained.slots if is_sharded else Slots(min=1, max=1)
+
+
+def _choose_gang(gang: Gang, slots: Slots) -> Gang:
+    """Return how the slots lie together: as in training, unless they do not fill its bundles."""
+    fits = slots.min % gang.bundle == 0 and slots.max % gang.bundle == 0
+    return gang if fits else gang.model_copy(update={"bundle": 1, "apart": False})
+
+
+def _choose_command(trained: RunSpec) -> list[str] | None:
+    """Return what runs: for a script its evaluation's command; None for a Task."""
+    own = trained.evaluation.command if trained.evaluation is not None else None
+    return trained.command if trained.command is None or own is None else [*MEASURE_SCRIPT, *own]
 
 
 def _measure(state: State, source: str, request: RequestEvaluation) -> tuple[Outcome | None, list[Step]]:

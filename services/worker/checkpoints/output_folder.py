@@ -200,7 +200,8 @@ class OutputKeeper:
         self._settings, self._folder, self._outputs, self._follower = settings, folder, outputs, follower
         self._pids = pids
         self._rank = min(member.ranks)
-        self._is_command = is_command(placed.spec)
+        # An evaluation has a result, and nothing to keep.
+        self._is_command = is_command(placed.spec) and placed.spec.kind == "train"
         self._is_active = self._is_command and self._rank == 0
         self._path = folder / "outputs.json"
         self._state = KeptState.model_validate(read_json(self._path) or {})

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 #: The description of the tree; a checkpoint without it was not made of a script's files.
 LAYOUT_NAME = "trainbus.json"
@@ -35,6 +35,8 @@ class KeptLayout(BaseModel):
     outputs: str | None = ""
     #: Files of the output folder that are artifacts of the run.
     artifacts: tuple[str, ...] = ()
+    #: How often each metric pattern had matched, in all attempts: the next attempt counts on from there.
+    matches: dict[str, int] = Field(default_factory=dict)
 
 
 def pack_files(files: Mapping[str, Path], layout: KeptLayout, folder: Path) -> None:

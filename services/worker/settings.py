@@ -68,6 +68,9 @@ class WorkerSettings(Settings):
     #: Seconds between two looks at a script's output folder, and for which a file must not change to count as complete
     #: whichever process has it open.
     output_interval_s: float = Field(2.0, gt=0)
+    #: Seconds between two copies that the script did not ask for: a twentieth of the time that it has run, and at most
+    #: these. So much of its work does the loss of a node cost.
+    output_max_interval_s: float = Field(60.0, gt=0)
     output_settle_s: float = Field(1.0, ge=0)
     #: A larger output folder, or one of more files, is not kept; the run goes on.
     output_max_bytes: int = Field(200 * GIB, ge=0)

@@ -112,3 +112,32 @@ async def test_reading_ahead_includes_what_is_not_read_or_not_published(tmp_path
     state = await ahead.read_ahead(0)
     assert (state.step, state.values) == (3, {"x": 3.0, "loss": 3.5})
     assert ahead.state.ranks[0].values == {"x": 2.0}
+
+
+async def test_a_metric_that_every_rank_prints_is_one_point_a_step(tmp_path: Path) -> None:
+    bus = Bus()
+    patterns = compile_patterns({"loss": r"loss=([0-9.]+)", "memory": r"memory=([0-9.]+)"})
+    source = JournalSource("r1", 1, "n1")
+    ahead = JournalFollower(source, (0, 1), tmp_path, bus.publish, lambda: 1.0, interval_s=0.01, patterns=patterns)
+    for step in (1, 2):
+        for rank in (0, 1):
+            with (tmp_path / f"rank_{rank}.log").open("a") as output:
+                output.write(f"loss={step}.{rank}\n" + f"memory={step}\n" * rank)
+        await ahead.poll()
+    points = [point for fact in bus.distinct() if isinstance(fact, RunProgress) for point in fact.points]
+    assert [(point.step, point.values) for point in points] == [
+        (1, {"loss": 1.0}),
+        (1, {"memory": 1.0}),
+        (2, {"loss": 2.0}),
+        (2, {"memory": 2.0}),
+    ]
+
+
+async def test_the_next_attempt_counts_the_matches_on(tmp_path: Path) -> None:
+    bus, clock = Bus(), ManualClock()
+    resumed = follower(tmp_path, bus, clock)
+    resumed.continue_matches(0, {"loss": 7})
+    (tmp_path / "rank_0.log").write_text("loss=0.5\n")
+    await resumed.poll()
+    [fact] = [each for each in bus.distinct() if isinstance(each, RunProgress)]
+    assert (fact.step, resumed.state.ranks[0].matches_end) == (8, {"loss": 8})

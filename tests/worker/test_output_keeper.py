@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from services.worker.launch.executor import WRAPPER, ProcessExecutor, RankProces
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.open_files import ScriptEndedError, find_written_files
 from services.worker.settings import WorkerSettings
+from tests.worker.conftest import until
 
 pytestmark = pytest.mark.shell
 
@@ -84,7 +86,7 @@ def follower(tmp_path: Path) -> JournalFollower:
     return JournalFollower(JournalSource("r1", 1, "n1"), (0,), tmp_path, publish, time.time, interval_s=1.0)
 
 
-def keeper(tmp_path: Path, follower: JournalFollower, *pids: int) -> OutputKeeper:
+def keeper(tmp_path: Path, follower: JournalFollower, *pids: int, **changes: Any) -> OutputKeeper:
     member = Member(node_id="n1", slots=(0,), ranks=(0,))
     spec = RunSpec.model_validate({"name": "script", "command": ["python", "train.py"]})
     placed = RunPlaced(
@@ -96,7 +98,7 @@ def keeper(tmp_path: Path, follower: JournalFollower, *pids: int) -> OutputKeepe
         decided_at_sequence=0,
         decided_at=datetime(2026, 1, 1, tzinfo=UTC),
     )
-    settings = WorkerSettings(node_id="n1", output_interval_s=0.01, output_settle_s=60.0)
+    settings = WorkerSettings(node_id="n1", **{"output_interval_s": 0.01, "output_settle_s": 60.0, **changes})
     outputs = tmp_path / "outputs"
     outputs.mkdir(exist_ok=True)
     return OutputKeeper(settings, placed, member, tmp_path, outputs, follower, lambda: list(pids))
@@ -204,3 +206,22 @@ async def test_a_script_is_held_while_its_files_are_listed(
     assert str(tmp_path / "state") in (group.written_files or ())
     psutil.wait_procs([script.process], timeout=60)
     assert not script.process.is_running() or script.process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_copies_become_rarer_the_longer_a_script_runs(
+    tmp_path: Path, follower: JournalFollower, scripts: Any
+) -> None:
+    kept = keeper(tmp_path, follower, scripts(WAITS).pid, output_max_interval_s=50.0)
+    kept._began_at -= 600
+    copying = asyncio.create_task(kept.run())
+    (tmp_path / "outputs/state").write_text("1")
+    await until(lambda: kept._next_at - time.monotonic() > 1, 60)
+    copying.cancel()
+    assert 25 < kept._next_at - time.monotonic() < 40
+    (tmp_path / "outputs/state").write_text("22")
+    await kept._poll()
+    assert list(follower.state.snapshots) == [1]
+    # What is not copied yet is kept at the end, however it ends.
+    follower.state.snapshots.clear()
+    await end(kept, is_complete=False, stopped_at=time.time(), written_at_stop=set())
+    assert list(follower.state.snapshots) == [2]

@@ -46,6 +46,8 @@ log = structlog.get_logger(__name__)
 MAX_WAITING = 3
 #: Keeping files without a request takes at most one part in this many of the time.
 TIME_SHARE = 4
+#: Copies without a request are this part of the script's time apart.
+ELAPSED_SHARE = 20
 #: Bytes of the disk that stay free.
 FREE_BYTES = 2**30
 #: The clock that Linux stamps files with: CLOCK_REALTIME_COARSE, which Python has no name for.
@@ -208,6 +210,7 @@ class OutputKeeper:
         self._settled = SettledFiles(settings.output_settle_s)
         self._lock = asyncio.Lock()
         self._next_at = 0.0
+        self._began_at = time.monotonic()
         #: Whether the file system gives each write its own time; None: not tried yet.
         self._stamps_every_write: bool | None = None
 
@@ -235,6 +238,7 @@ class OutputKeeper:
             self._state.is_requested = layout.outputs != ""
             self._state.versions = scan(self._outputs, self._settings.output_max_files).versions
             self._state.tree = str(self._link_resumed(ref.step, folder, layout))
+            self._follower.continue_matches(self._rank, layout.matches)
         self._save()
 
     def _link_resumed(self, step: int, folder: Path, layout: KeptLayout) -> Path:
@@ -252,8 +256,13 @@ class OutputKeeper:
     async def run(self) -> None:
         """Keep what changes until cancelled."""
         while self._is_active:
+            kept = self._state.step
             took_s = await self._poll()
-            self._next_at = max(self._next_at, time.monotonic() + TIME_SHARE * took_s)
+            pause_s = TIME_SHARE * took_s
+            if self._state.step != kept:
+                elapsed_s = time.monotonic() - self._began_at
+                pause_s = max(pause_s, min(elapsed_s / ELAPSED_SHARE, self._settings.output_max_interval_s))
+            self._next_at = max(self._next_at, time.monotonic() + pause_s)
             await asyncio.sleep(self._settings.output_interval_s)
 
     async def finish(
@@ -437,7 +446,7 @@ class OutputKeeper:
         number = next_step(step, self._state.step)
         self._state.artifacts = list(dict.fromkeys([*self.artifacts, *observed.reported.artifacts]))
         try:
-            versions = await run_in_thread(self._write_tree, number, observed.tree, observed.complete, source)
+            versions = await run_in_thread(self._write_tree, number, observed, source)
         except (OutputLimitError, OSError, shutil.Error) as error:
             self._warn(f"files are not kept: {error}")
             return
@@ -462,13 +471,12 @@ class OutputKeeper:
         if old is not None:
             await asyncio.to_thread(shutil.rmtree, old, True)
 
-    def _write_tree(
-        self, step: int, tree: OutputTree, complete: set[str], source: Path | None
-    ) -> dict[str, FileVersion] | None:
+    def _write_tree(self, step: int, observed: Observation, source: Path | None) -> dict[str, FileVersion] | None:
         """Write the tree and its packed form; return the versions of the output folder's files in it.
 
         A tree of no files at all is None.
         """
+        tree, complete = observed.tree, observed.complete
         target, packed = self._tree(step), self._packed(step)
         for leftover in (target, packed):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -489,7 +497,8 @@ class OutputKeeper:
         if not files:
             shutil.rmtree(target, ignore_errors=True)
             return None
-        pack_files(files, KeptLayout(outputs=prefix, artifacts=tuple(self.artifacts)), packed)
+        matches = observed.reported.matches_end
+        pack_files(files, KeptLayout(outputs=prefix, artifacts=tuple(self.artifacts), matches=matches), packed)
         return versions
 
     def _copy_outputs(

@@ -292,6 +292,7 @@ class GenerationRunner:
             return
         follower.resume = inputs.resume
         await run_in_thread(self._keeper.continue_from, inputs.resume, inputs.resume_folder, inputs.resume_layout)
+        await follower.save()
 
     async def _finish_outputs(self, follower: JournalFollower) -> None:
         """Keep what the script left, as far as it is complete."""

@@ -55,6 +55,8 @@ class GenerationState(BaseModel):
     #: Copies of what a script left, by step, that are not yet staged.
     snapshots: dict[int, CheckpointLine] = Field(default_factory=dict)
     system_count: int = 0
+    #: Metric pattern -> the rank in whose output it first matched: of ranks that print the same metric, one counts.
+    pattern_ranks: dict[str, int] = Field(default_factory=dict)
 
 
 class JournalFollower:
@@ -154,6 +156,11 @@ class JournalFollower:
             await self._publish_read()
         return any(read)
 
+    def continue_matches(self, rank: int, matches: Mapping[str, int]) -> None:
+        """Count the matches of metric patterns on from those of earlier attempts, before the rank has started."""
+        state = self.state.ranks[rank]
+        state.matches_start, state.matches_end = dict(matches), dict(matches)
+
     async def read_ahead(self, rank: int) -> journal.RankState:
         """Return the rank's state with all that the rank has written by now, also what is not read or published yet.
 
@@ -205,11 +212,15 @@ class JournalFollower:
             return False
         state.log_end += len(content)
         state.log_time = self._now()
-        if self._patterns:
-            for _ in match_patterns(self._patterns, journal.log_lines(content), state.matches_end):
-                pass
+        for _, name, _ in match_patterns(self._patterns_of(rank), journal.log_lines(content), state.matches_end):
+            self.state.pattern_ranks.setdefault(name, rank)
         self.news.set()
         return True
+
+    def _patterns_of(self, rank: int) -> dict[str, Pattern]:
+        """Return the metric patterns that no other rank's output has matched before."""
+        ranks = self.state.pattern_ranks
+        return {name: pattern for name, pattern in self._patterns.items() if ranks.get(name, rank) == rank}
 
     def _read(self, name: str, offset: int, at_end: bool) -> bytes:
         try:
@@ -229,8 +240,9 @@ class JournalFollower:
             state.journal_end += len(content)
         # Values in the output enter the state when they are published.
         state.matches_end, state.log_end = dict(state.matches_start), state.log_start
-        while self._patterns and (content := self._read(f"rank_{rank}.log", state.log_end, at_end=False)):
-            matches = match_patterns(self._patterns, journal.log_lines(content), state.matches_end)
+        patterns = self._patterns_of(rank)
+        while patterns and (content := self._read(f"rank_{rank}.log", state.log_end, at_end=False)):
+            matches = match_patterns(patterns, journal.log_lines(content), state.matches_end)
             journal.apply_matches(state, matches)
             state.log_end += len(content)
         return state
@@ -274,8 +286,8 @@ class JournalFollower:
         content = self._read_between(f"rank_{rank}.log", state.log_start, state.log_end)
         for event in journal.log_events(self._source, rank, content, state.log_start):
             await self._publish(event)
-        if self._patterns:
-            matches = list(match_patterns(self._patterns, journal.log_lines(content), state.matches_start))
+        if patterns := self._patterns_of(rank):
+            matches = list(match_patterns(patterns, journal.log_lines(content), state.matches_start))
             points = journal.pattern_event(self._source, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 journal.apply_matches(state, matches)

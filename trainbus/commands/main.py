@@ -23,6 +23,7 @@ from trainbus.commands import (
     runs,
     scheduler,
     stack,
+    trace,
 )
 
 FAILED = 1
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (stack, runs, results, report, lake, cluster):
+for group in (stack, runs, results, report, trace, lake, cluster):
     app.add_typer(group.app)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")

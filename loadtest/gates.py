@@ -1,0 +1,94 @@
+"""How often the gate of improvement is wrong: a model against itself trained again, and against a truly better one.
+
+    python -m loadtest.gates [--comparisons 1000]
+
+Both are simulated: two trainings of one request agree on most samples and differ on a few of them at random. A better
+model is better by twice the minimum improvement in truth. Targets: of 1,000 comparisons of a model with itself at
+confidence 0.95 at most 5% promote (within the error of counting), of those with a better model at least 90%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import numpy as np
+
+from contracts.spec.gates import ModelGates
+from contracts.spec.training import Evaluation
+from loadtest.common import report
+from services.evaluation.core.bootstrap import compare_paired
+from services.evaluation.core.comparison import ModelPicture, PredictionComparison
+from services.evaluation.core.gate import Criteria, Evidence, judge
+
+CONFIDENCE = 0.95
+#: The minimum improvement, in standard errors of the difference: less cannot be shown with so few samples.
+MINIMUM_ERRORS = 3.5
+#: Samples of the test split, and the share of them on which two trainings of one request differ.
+SPLITS = ((300, 0.05), (1_000, 0.05), (4_000, 0.05), (4_000, 0.2), (20_000, 0.02))
+
+
+def draw_accuracy(random: Any, samples: int, changed: float, gain: float) -> tuple[Any, Any]:
+    """Return the scores (right or wrong) of a champion and of a candidate that is better by ``gain`` in truth."""
+    differs = random.random(samples) < changed
+    candidate_wins = random.random(samples) < 0.5 + gain / (2 * changed)
+    shared = (random.random(samples) < 0.9).astype(float)
+    return np.where(differs, 1.0 - candidate_wins, shared), np.where(differs, 1.0 * candidate_wins, shared)
+
+
+def draw_error(random: Any, samples: int, spread: float, gain: float) -> tuple[Any, Any]:
+    """Return the scores (minus squared error, with rare large ones) of two models."""
+    hard = random.lognormal(0.0, 1.0, samples)
+    champion, candidate = (-hard * (1 + spread * random.standard_normal(samples)) ** 2 for _ in range(2))
+    return champion, candidate + gain
+
+
+def promotes(champion: Any, candidate: Any, least: float, seed: int) -> bool:
+    """Whether the gates promote a candidate with these scores."""
+    gates = ModelGates(min_improvement=least, confidence=CONFIDENCE)
+    difference = compare_paired(candidate - champion, CONFIDENCE, seed)
+    found = PredictionComparison(ModelPicture(len(champion)), None, difference, is_of_metric=True)
+    evidence = Evidence({"score": float(candidate.mean())}, {"score": float(champion.mean())}, "rc", found)
+    return judge(Criteria(Evaluation(metric="score", mode="max"), gates), evidence).promote
+
+
+def measure(draw: Any, samples: int, share: float, comparisons: int, seed: int) -> dict[str, float]:
+    """Return the shares of promotions, of the same model and of a better one."""
+    random = np.random.default_rng(seed)
+    champion, candidate = draw(random, 200_000, share, 0.0)
+    least = MINIMUM_ERRORS * float((candidate - champion).std()) / math.sqrt(samples)
+    same = sum(promotes(*draw(random, samples, share, 0.0), 0.0, number) for number in range(comparisons))
+    asked = sum(promotes(*draw(random, samples, share, 0.0), least, number) for number in range(comparisons))
+    better = sum(promotes(*draw(random, samples, share, 2 * least), least, number) for number in range(comparisons))
+    return {
+        "samples": samples,
+        "differing_share": share,
+        "minimum": least,
+        "same_promoted": same / comparisons,
+        "same_promoted_with_minimum": asked / comparisons,
+        "better_promoted": better / comparisons,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", type=int, default=1000)
+    comparisons = parser.parse_args().comparisons
+    figures: dict[str, list[dict[str, float]]] = {"accuracy": [], "squared_error": []}
+    for number, (samples, share) in enumerate(SPLITS):
+        figures["accuracy"].append(measure(draw_accuracy, samples, share, comparisons, seed=number))
+    for number, samples in enumerate((300, 1_000)):
+        figures["squared_error"].append(measure(draw_error, samples, 0.2, comparisons, seed=100 + number))
+    rows = []
+    for kind, found in figures.items():
+        for each in found:
+            name = f"{kind}, {each['samples']:,.0f} samples, minimum {each['minimum']:.4f}"
+            rows.append((f"{name}: same model promoted", f"{each['same_promoted']:.1%}", "nominal 5%"))
+            rows.append((f"{name}: twice the minimum promoted", f"{each['better_promoted']:.1%}", "at least 90%"))
+    error = 3 * math.sqrt(0.05 * 0.95 / comparisons)
+    report("gates", rows, {"confidence": CONFIDENCE, "comparisons": comparisons, "counting_error": error, **figures})
+
+
+if __name__ == "__main__":
+    main()

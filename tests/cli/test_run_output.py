@@ -12,6 +12,7 @@ import pytest_asyncio
 from rich.console import Console
 
 from contracts.base import run_id_for
+from contracts.events.dataset import DatasetIngestFailed, DatasetProgress
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -118,6 +119,29 @@ async def test_a_followed_run_is_printed(client: AsyncClient, bus: Bus, capsys: 
     assert "[1] other\n" in shown
     assert "step 10/100, epoch 1, loss 0.5\n" in shown
     assert shown.splitlines()[-1].endswith(" completed")
+
+
+async def test_the_preparation_of_the_data_is_printed(
+    client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await bus.publish(accepted())
+    for number, (phase, done) in enumerate((("listing", 7), ("validating", 10), ("validating", 20), ("sharding", 1))):
+        progress = {"ingestion_id": RUN, "phase": phase, "number": number, "done": done, "time": 1.0 + number}
+        more = {"total": 400, "records_per_s": 38.2, "eta_s": 9.6} if phase == "validating" else {}
+        await bus.publish(DatasetProgress.model_validate({**progress, **more}))
+    await bus.publish(DatasetProgress(ingestion_id="other", phase="uploading", number=0, done=1, time=1.0))
+    ingested = DatasetIngestFailed(ingestion_id=RUN, run_id=RUN, reason="no usable data")
+    await bus.publish(ingested)
+    await bus.publish(RunFailed(run_id=RUN, reason="no usable data"))
+    with pytest.raises(RunFailedError):
+        await print_run(client, RUN)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("data: ")] == [
+        "data: listing 7",
+        "data: validating 10 of 400, 38 records/s, 10 s left",
+        "data: sharding 1",
+    ]
+    assert "data cannot be read: no usable data" in lines
 
 
 async def test_a_run_that_fails_is_an_error(client: AsyncClient, bus: Bus) -> None:

@@ -204,13 +204,16 @@ async def follow_output(
 ) -> AsyncGenerator[tuple[RunView, list[StoredEvent]], None]:
     """Yield a run's state after each batch of its facts, its progress or its output, until ``follow_run`` ends.
 
+    Facts and progress of the preparation of its data, whose id is the run's, are among them.
+
     Every line of output comes before the fact that ends the run. ``rank`` None is every rank. An empty batch comes four
     times a second while nothing happens.
     """
     sources = {
-        topology.LOGS: subjects.log(run_id, subjects.WILDCARD if rank is None else rank),
-        topology.PROGRESS: subjects.progress(run_id),
+        topology.LOGS: (subjects.log(run_id, subjects.WILDCARD if rank is None else rank),),
+        topology.PROGRESS: (subjects.progress(run_id), subjects.dataset_progress(run_id)),
     }
+    facts = subjects.run(run_id), subjects.fact("dataset", run_id, subjects.WILDCARD)
     position = dict.fromkeys(sources, 0)
     state = StackView()
     view = state.runs[run_id] = RunView(run_id)
@@ -220,20 +223,18 @@ async def follow_output(
         for message in batch:
             if stream is topology.FACTS:
                 state.apply(message.sequence, message.envelope.time, message.event)
-            elif stream is topology.PROGRESS and message.event.kind == "training":
+            elif isinstance(message.event, run.RunProgress) and message.event.kind == "training":
                 apply_progress(view, message.event, pace)
             if stream in position:
                 position[stream] = message.sequence
 
-    streams = {stream: connection.follow(stream, subject) for stream, subject in sources.items()}
-    async with aclosing(
-        _merge({topology.FACTS: connection.follow(topology.FACTS, subjects.run(run_id)), **streams})
-    ) as batches:
+    streams = {stream: connection.follow(stream, *filters) for stream, filters in sources.items()}
+    async with aclosing(_merge({topology.FACTS: connection.follow(topology.FACTS, *facts), **streams})) as batches:
         async for stream, batch in batches:
             is_end = stream is topology.FACTS and any(isinstance(message.event, ENDS) for message in batch)
             # A node publishes all output of its ranks before it reports their end.
-            for other, subject in sources.items() if is_end else ():
-                rest = await connection.read(subject, stream=other, start_sequence=position[other] + 1)
+            for other, filters in sources.items() if is_end else ():
+                rest = await connection.read(*filters, stream=other, start_sequence=position[other] + 1)
                 fold(other, rest)
                 yield view, rest
             fresh = [each for each in batch if stream not in position or each.sequence > position[stream]]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from contracts.events.dataset import DatasetProgress
 from contracts.events.run import RunLog, RunProgress
 from contracts.texts import describe_milestone, format_duration
 from trainbus.client.errors import RunFailedError
@@ -79,6 +80,7 @@ class RunPrinter:
     ) -> None:
         self._console, self._has_many_ranks, self._clock = console, has_many_ranks, clock
         self._progress = ProgressLines(clock)
+        self._phase, self._phase_printed_at = "", 0.0
 
     def print_batch(self, view: RunView, batch: Iterable[StoredEvent]) -> None:
         """Print what a batch has; ``view`` is the run after it."""
@@ -89,11 +91,20 @@ class RunPrinter:
             elif isinstance(event, RunProgress):
                 if event.kind == "training":
                     self.print_moment(self._progress.add(view))
+            elif isinstance(event, DatasetProgress):
+                self._print_preparation(event)
             elif text := describe_milestone(event):
                 if isinstance(event, ENDS):
                     self.print_moment(self._progress.flush())
                 self.print_moment(text, f"{message.time:%H:%M:%S}")
         self.print_moment(self._progress.poll())
+
+    def _print_preparation(self, event: DatasetProgress) -> None:
+        """Print how far the data is: each phase once, and every ten seconds."""
+        now = self._clock()
+        if event.phase != self._phase or now - self._phase_printed_at >= INTERVAL_S:
+            self._phase, self._phase_printed_at = event.phase, now
+            self.print_moment(format_preparation(event))
 
     def print_moment(self, text: str, moment: str = "") -> None:
         """Print a line with its time of day, by default now; nothing for ''."""
@@ -139,6 +150,14 @@ class ProgressLines:
         if line:
             self._printed_at, self._printed_step = self._clock(), self._step
         return line
+
+
+def format_preparation(event: DatasetProgress) -> str:
+    """Return how far the data of a run is: ``data: validating 1,200 of 5,000, 830 records/s, 5 s left``."""
+    done = f"{event.done:,}" + (f" of {event.total:,}" if event.total else "")
+    rate = [f"{event.records_per_s:,.0f} records/s"] if event.records_per_s >= 1 and event.phase != "listing" else []
+    left = [f"{format_duration(event.eta_s)} left"] if event.eta_s else []
+    return ", ".join([f"data: {event.phase} {done}", *rate, *left])
 
 
 def format_progress(view: RunView) -> str:

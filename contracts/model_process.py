@@ -6,6 +6,8 @@ connects. Both send frames: the length of the header and of the body (``<II``), 
 - ``ready`` (process -> serving): the model is loaded. ``failed``: it cannot be; ``error`` has the reason.
 - ``predict`` (serving -> process): samples as ``Task.decode`` takes them, with an ``id``. The reply has the same one:
   ``answer`` with tensors, ``refused`` with the problems of the samples, or ``error`` with what the model raised.
+- ``find_labels`` (serving -> process): samples of the dataset. The reply ``labels`` names the columns of their rows
+  that only say what is true: a request need not have them.
 - ``ping`` (serving -> process): the reply is ``pong``, once the predictions before it are done.
 """
 
@@ -131,11 +133,11 @@ def encode_frame(header: Mapping[str, Any], *body: bytes) -> bytes:
     return b"".join((_LENGTHS.pack(len(head), sum(map(len, body))), head, *body))
 
 
-def encode_predict(request_id: int, samples: Sequence[Sample]) -> bytes:
-    """Return the frame that asks for a prediction."""
+def encode_predict(request_id: int, samples: Sequence[Sample], op: str = "predict") -> bytes:
+    """Return the frame that asks for a prediction, or for something else about samples."""
     layout = [[[name, len(content)] for name, content in sample.items()] for sample in samples]
     contents = [content for sample in samples for content in sample.values()]
-    return encode_frame({"op": "predict", "id": request_id, "samples": layout}, *contents)
+    return encode_frame({"op": op, "id": request_id, "samples": layout}, *contents)
 
 
 def decode_predict(frame: Frame) -> list[dict[str, bytes]]:

@@ -42,6 +42,8 @@ from trainbus.task import CLASS_FIELD, ROW_FIELD, Task, TaskError, describe
 READ_BYTES = 2**20
 #: Longest text of an error in a reply.
 MAX_ERROR_CHARS = 2000
+#: Columns that are examined for being labels.
+MAX_LABEL_COLUMNS = 100
 #: What of ``Task.predict`` is an answer; the rest is for evaluation.
 ANSWERED = ("prediction", "probabilities")
 DATATYPES: Mapping[torch.dtype, str] = {
@@ -132,6 +134,46 @@ class Predictor:
                     f"dimension must be the {len(samples)} samples of the batch"
                 )
         return outputs
+
+    def find_labels(self, samples: Sequence[Mapping[str, bytes]]) -> list[str]:
+        """Return the columns that say what is true and do not change what is predicted; [] where that is unknown.
+
+        Each column gets the values of other samples in turn. Of a label the target changes, the prediction does not.
+        """
+        rows = [json.loads(sample[ROW_FIELD]) for sample in samples if ROW_FIELD in sample]
+        if len(rows) < 2 or len(rows) < len(samples) or type(self._task).predict is Task.predict:
+            return []
+        names = [name for name in rows[0] if all(name in row for row in rows)][:MAX_LABEL_COLUMNS]
+        try:
+            before = self._predict_pair(samples, rows)
+        except Exception:
+            return []
+        labels = []
+        for name in names:
+            moved = [{**row, name: rows[number - 1][name]} for number, row in enumerate(rows)]
+            if all(row[name] == other[name] for row, other in zip(rows, moved, strict=True)):
+                continue
+            try:
+                after = self._predict_pair(samples, moved)
+            except Exception:
+                continue
+            if before[0] == after[0] and before[1] != after[1]:
+                labels.append(name)
+        return labels
+
+    def _predict_pair(
+        self, samples: Sequence[Mapping[str, bytes]], rows: Sequence[Mapping[str, Any]]
+    ) -> tuple[bytes, bytes]:
+        """Return the bytes of the predictions and of the targets for samples with these rows."""
+        changed = [{**sample, ROW_FIELD: json.dumps(row).encode()} for sample, row in zip(samples, rows, strict=True)]
+        batch = self._task.collate([self._task.decode(_with_label(sample)) for sample in changed])
+        with torch.inference_mode():
+            found = self._task.predict(self._model, _move(batch, self._device))
+        if isinstance(found, Mapping):
+            found = (found.get("probabilities", found["prediction"]), found["target"])
+        assert found is not None
+        predicted, target = (_to_tensor("", each).data for each in found)
+        return predicted, target
 
     def _answer(self, batch: Any) -> Mapping[str, Any]:
         found = self._task.serve(self._model, batch)
@@ -237,6 +279,9 @@ class PredictionLoop:
         match frame.op:
             case "predict":
                 self._waiting.append(PredictRequest(frame.header["id"], decode_predict(frame), time.monotonic()))
+            case "find_labels":
+                labels = self._predictor.find_labels(decode_predict(frame))
+                self._link.sendall(encode_frame({"op": "labels", "id": frame.header["id"], "names": labels}))
             case "ping":
                 while self._waiting:
                     self._predict_batch(self._take_batch())

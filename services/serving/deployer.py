@@ -26,7 +26,7 @@ from services.kit.warm_server import WarmServer
 from services.serving import metrics
 from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
 from services.serving.core.problems import RequestRefused
-from services.serving.core.signature import LABEL_FIELD, infer_inputs, infer_outputs
+from services.serving.core.signature import LABEL_FIELD, Signature, infer_inputs, infer_outputs, without_labels
 from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
 from services.serving.golden_samples import GoldenSamples
@@ -43,6 +43,8 @@ FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 8, 50
 WARM_UP_S, MAX_WARM_UP_S = 0.15, 5.0
 #: Growth between them that is a leak.
 WARM_UP_GROWTH_BYTES = 64 * 2**20
+#: Samples by which columns are examined for being labels.
+LABEL_SAMPLES = 8
 #: Seconds in which a warm process must reply before it answers users again.
 PING_S = 0.15
 #: Seconds between two looks at a version that is watched.
@@ -210,12 +212,22 @@ class ModelDeployer:
             raise StageError("start", str(error)) from error
         try:
             outputs = await self._warm_up(host, list(samples.values()))
+            signature = await self._find_labels(host, signature, list(samples.values()))
             compared = self._compare(golden, list(samples), outputs)
         except BaseException:
             await host.stop()
             raise
         version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
         return version, compared
+
+    async def _find_labels(self, host: ModelHost, signature: Signature, samples: list[Sample]) -> Signature:
+        """Return the signature without the columns that only say what is true."""
+        if not signature.is_table or host.process is None:
+            return signature
+        try:
+            return without_labels(signature, await host.process.find_labels(samples[:LABEL_SAMPLES]))
+        except ProcessError as error:
+            raise StageError("warm-up", f"its process did not answer: {error}") from error
 
     async def _warm_up(self, host: ModelHost, samples: list[Sample]) -> tuple[Tensor, ...]:
         """Predict the samples until the first slow calls are over; return the outputs for all of them."""

@@ -195,6 +195,17 @@ class ModelProcess(asyncio.Protocol):
             case _:
                 raise ModelError(str(frame.header.get("error", "the model failed")))
 
+    async def find_labels(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        """Return the columns of these samples that a request need not have.
+
+        Raises:
+            ProcessError: see ``predict``.
+        """
+        request_id = next(self._ids)
+        frame = encode_predict(request_id, samples, "find_labels")
+        reply = await self._request(request_id, frame, self._limits.timeout_s)
+        return tuple(reply.header.get("names", ()))
+
     async def ping(self, timeout_s: float) -> None:
         """Wait until the process replies.
 

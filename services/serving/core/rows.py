@@ -67,6 +67,8 @@ def rows_to_samples(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
         if is_table is None:  # without samples of the dataset: texts are files if they are base64, columns otherwise
             is_table = not all(isinstance(value, str) and _decode_base64(value) is not None for value in row.values())
         for name, value in row.items():
+            if name in signature.labels:
+                continue
             spec = signature.find_input(name)
             if spec is None and signature.inputs:
                 text = f"there is no field {name!r}: {suggest(name, signature.input_names)}"
@@ -76,7 +78,7 @@ def rows_to_samples(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
         if len(problems) >= _MAX_PROBLEMS:
             break
         if len(problems) == found:
-            samples.append(_to_sample(row, is_table=is_table))
+            samples.append(_to_sample({**signature.labels, **row}, is_table=is_table))
     if problems:
         raise RequestRefused(problems)
     return samples

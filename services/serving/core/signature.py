@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.model_process import BYTES, Sample, Tensor
@@ -38,6 +38,8 @@ class Signature:
     outputs: tuple[TensorSpec, ...] = ()
     #: Whether the inputs are the columns of a row; None: unknown, because no sample is there.
     is_table: bool | None = None
+    #: Columns that say what is true, and a value for each: a request has none, and ``decode`` may read one.
+    labels: Mapping[str, Any] = field(default_factory=dict)
     #: A row as the dataset has it, for documentation.
     example: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,6 +62,14 @@ def infer_inputs(samples: Sequence[Sample]) -> Signature:
         return Signature(inputs, is_table=True, example=rows[0])
     names = dict.fromkeys(name for sample in samples for name in sample if name != LABEL_FIELD)
     return Signature(tuple(TensorSpec(name, BYTES) for name in names), is_table=False)
+
+
+def without_labels(signature: Signature, labels: Sequence[str]) -> Signature:
+    """Return the signature of a model that is not given these columns."""
+    inputs = tuple(each for each in signature.inputs if each.name not in labels)
+    example = {name: value for name, value in signature.example.items() if name not in labels}
+    values = {name: signature.example.get(name) for name in labels}
+    return replace(signature, inputs=inputs, example=example, labels=values)
 
 
 def infer_outputs(outputs: Iterable[Tensor]) -> tuple[TensorSpec, ...]:

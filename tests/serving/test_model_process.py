@@ -1,0 +1,75 @@
+"""The model process: samples in, tensors out, without a process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.model_process import FrameReader, Tensor, decode_answer, decode_predict, encode_answer, encode_predict
+from services.serving.core.rows import to_values
+from trainbus import Task
+from trainbus.model_process import InputError, Predictor
+
+
+class Wine(Task):
+    """A row with its target in it, as rows usually have it."""
+
+    classes = ("red", "white")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def decode(self, sample: dict[str, bytes]) -> Any:
+        row = super().decode(sample)
+        return torch.tensor([float(row["acid"]), float(row["hue"])]), int(row["target"])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]).argmax(1), batch[1]
+
+
+def sample(**row: Any) -> dict[str, bytes]:
+    return {"json": json.dumps(row).encode()}
+
+
+@pytest.fixture
+def predictor() -> Predictor:
+    task = Wine()
+    model = task.model()
+    model.weight.data, model.bias.data = torch.eye(2), torch.zeros(2)
+    return Predictor(model, task, torch.device("cpu"))
+
+
+SAMPLES = [sample(acid=1, hue=0, target=0), sample(acid=0, hue=1, target=1), sample(acid=2, hue=1, target=0)]
+
+
+def test_predictions_have_the_name_of_their_class(predictor: Predictor) -> None:
+    outputs = {each.name: to_values(each) for each in predictor.predict(SAMPLES)}
+    assert outputs == {"prediction": [0, 1, 0], "class": ["red", "white", "red"]}
+
+
+def test_the_label_is_found_and_a_feature_is_none(predictor: Predictor) -> None:
+    assert predictor.find_labels(SAMPLES) == ["target"]
+    assert predictor.find_labels(SAMPLES[:1]) == []
+
+
+def test_a_sample_that_cannot_be_decoded_is_named(predictor: Predictor) -> None:
+    with pytest.raises(InputError) as raised:
+        predictor.predict([SAMPLES[0], sample(acid=1, target=0)])
+    assert raised.value.problems == [
+        {"row": 1, "field": "hue", "text": "the field 'hue' is missing; the row has 'acid', 'target'"}
+    ]
+
+
+def test_frames_survive_any_cut() -> None:
+    outputs = (Tensor("p", "INT64", (2,), bytes(16)), Tensor("c", "BYTES", (2,), b"\1\0\0\0a\1\0\0\0b"))
+    data = encode_predict(3, SAMPLES) + encode_answer(4, outputs)
+    for size in (1, 7, 1000):
+        reader = FrameReader()
+        frames = [frame for start in range(0, len(data), size) for frame in reader.feed(data[start : start + size])]
+        assert decode_predict(frames[0]) == SAMPLES
+        assert decode_answer(frames[1]) == outputs
+    assert [each.data for each in outputs[1].split([1, 1])] == [b"\1\0\0\0a", b"\1\0\0\0b"]

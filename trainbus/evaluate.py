@@ -31,6 +31,7 @@ from trainbus.data.reader import DatasetError
 from trainbus.kind_metrics import compute_kind_metrics, score_rows
 from trainbus.prediction_columns import make_columns
 from trainbus.task import Task, TaskError
+from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer import checkpoint
 from trainbus.trainer.validation import MeasuredChunk, measure_split
 from trainbus.trainer.world import World
@@ -87,6 +88,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
 
 def _load_model(launch: Launch, folder: Path, task: Task, world: World) -> nn.Module:
     """Return the model with the checkpoint's weights on the device; in shards where it was trained in shards."""
+    load_artifacts(task, folder)
     model = task.model()
     checkpoint.load_model(folder, model, averaged=True)
     training = launch.spec.training

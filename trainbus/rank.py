@@ -25,6 +25,7 @@ from trainbus.data.shard_prefetch import ShardPrefetcher
 from trainbus.data.workers import WorkerPool
 from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
+from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import InitialWeights, StartPoint
@@ -107,6 +108,8 @@ def _run_task(
         journal.append(ResultLine(time=time.time(), metrics=metrics, artifacts=artifacts))
         return EndedLine(time=time.time(), outcome="succeeded")
 
+    if launch.resume_folder is not None:
+        load_artifacts(task, launch.resume_folder)
     assert training is not None, "the contract wants training for every task"
     survivors = SurvivorStore(launch.memory_folder, launch.generation, world.rank, launch.survivor_dir)
     trainer = Trainer(

@@ -13,6 +13,7 @@ from torch import nn
 
 from contracts.datasets import FieldStatistics
 from trainbus.task import Task, TaskError, load_task
+from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint.weights import put_model
 
 WEIGHTS, DESCRIPTION, CODE = "model.safetensors", "model.json", "code"
@@ -46,6 +47,7 @@ def load_model_and_task(folder: Path) -> tuple[nn.Module, Task]:
     task = load_task(description["task"], description["params"], code.resolve() if code.is_dir() else None)
     task.classes = tuple(description["classes"])
     task.statistics = {name: FieldStatistics.model_validate(each) for name, each in description["statistics"].items()}
+    load_artifacts(task, folder, description.get("artifacts", {}))
     model = task.model()
     put_model(weights, model)
     return model.eval(), task

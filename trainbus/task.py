@@ -147,6 +147,21 @@ class Task:
         """
         return None
 
+    def artifacts(self) -> Mapping[str, bytes | str | Path]:
+        """Return what the model needs beside its weights, by name: a tokenizer, a label map, a vocabulary.
+
+        The content, or the path of a file or folder with it. It is read once, when training begins, and is a part of
+        every checkpoint: of its manifest and its hash, of the registered version, and of the folder that ``trainbus
+        fetch`` writes. Names are relative paths of letters, digits, ``_``, ``-``, ``.`` and ``/``.
+        """
+        return {}
+
+    def load_artifacts(self, folder: Path) -> None:
+        """Read back what ``artifacts`` returned, each in the file of its name below ``folder``.
+
+        Called before ``model`` where a checkpoint has artifacts: when it is resumed, evaluated, loaded or served.
+        """
+
     def summarize(self, predictions: Mapping[str, NDArray[Any]]) -> dict[str, float]:
         """Return metrics of your own that are no means over samples, from all predictions of the split at once.
 

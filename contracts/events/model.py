@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from contracts.base import Fact, ObjectUri, Token
+from contracts.base import Fact, ObjectUri, Sha256, Token
 from contracts.lenient import Lenient
 from contracts.spec.gates import ModelGates
 
@@ -22,6 +22,8 @@ class ModelPromoted(ModelFact, fact="promoted", occurrence="version"):
     dataset_id: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     previous_run_id: str | None = None
+    #: SHA-256 of what the model needs beside its weights (``Task.artifacts``), by name.
+    artifacts: dict[str, Sha256] = Field(default_factory=dict)
     reason: str = ""
     #: Set when an older champion was brought back.
     rollback: bool = False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -33,6 +35,7 @@ from contracts.events.train import (
     StageRequested,
     TrainRequested,
 )
+from contracts.manifest import artifacts_of, files_of
 from contracts.spec.run import RunSpec
 from services.evaluation import metrics, plot
 from services.evaluation.core import report as reporting
@@ -55,9 +58,11 @@ from services.evaluation.core.state import FOLDED, Candidate, State, Version
 from services.evaluation.evidence import EvidenceReader, Findings
 from services.evaluation.samples import read_samples
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
+from services.kit.chunks import restore_file
 from services.kit.service import Service
 from services.kit.settings import Settings
-from services.kit.store.errors import ObjectNotFound
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
+from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
@@ -70,6 +75,10 @@ SETTLE_EVERY_S = 60.0
 #: Makes the promotion that was asked for out of the present champion; None: nothing to do.
 Make = Callable[[Version | None], Awaitable[ModelPromoted | None]]
 SETTLED: dict[type, str] = {ModelPromoted: "promoted", RunNotPromoted: "not_promoted"}
+
+
+class CheckpointLockError(Exception):
+    """A checkpoint is not what was committed, so it must not be promoted; the text says what to do."""
 
 
 class Evaluator:
@@ -214,10 +223,12 @@ class Evaluator:
 
     async def _conclude(self, step: ConcludeCandidate, candidate: Candidate) -> None:
         fact = step.fact
-        if isinstance(fact, ModelPromoted) and (
-            words := await self._find_lock_problem(fact.run_id, fact.checkpoint_uri)
-        ):
-            fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
+        if isinstance(fact, ModelPromoted):
+            try:
+                artifacts = await self._verify_checkpoint(fact.run_id, fact.checkpoint_uri)
+                fact = fact.model_copy(update={"artifacts": artifacts})
+            except CheckpointLockError as error:
+                fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=str(error))
         expected = None if step.sequence is None else ExpectedSequence(step.sequence, step.fence)
         ack = await self._bus.publish(fact, candidate.completed, expected=expected)
         # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
@@ -465,13 +476,14 @@ class Evaluator:
         evaluated = await self._read_last(run_id, RunEvaluated)
         uri = self._state.measured.get(evaluated.evaluation_run_id) if evaluated else None
         uri = uri or await self._find_judged(accepted.spec, run_id) or completed.checkpoint.uri
-        await self._require_intact(uri, run_id)
+        artifacts = await self._require_intact(uri, run_id)
         prepared = await self._read_last(run_id, RunPrepared)
         return ModelPromoted(
             model=request.model,
             version=next_version(champion),
             run_id=run_id,
             checkpoint_uri=uri,
+            artifacts=artifacts,
             dataset_id=prepared.dataset_id if prepared else None,
             # Never its training metrics: a candidate to come would be compared with those.
             metrics=evaluated.metrics if evaluated else {},
@@ -508,29 +520,56 @@ class Evaluator:
         found = await self._bus.get_last_message(subjects.fact("run", run_id, fact.fact))
         return found.event if found else None
 
-    async def _require_intact(self, uri: str, run_id: str) -> None:
-        if problem := await self._find_lock_problem(run_id, uri):
-            raise PoisonMessage(problem)
+    async def _require_intact(self, uri: str, run_id: str) -> dict[str, str]:
+        try:
+            return await self._verify_checkpoint(run_id, uri)
+        except CheckpointLockError as error:
+            raise PoisonMessage(str(error)) from error
 
-    async def _find_lock_problem(self, run_id: str, uri: str) -> str:
-        """Return why a run's checkpoint must not be promoted, in words; '' if its manifest is as it was committed.
+    async def _verify_checkpoint(self, run_id: str, uri: str) -> dict[str, str]:
+        """Return the SHA-256 of the checkpoint's artifacts; its manifest and they are as they were committed.
 
         The manifest names every byte of the checkpoint by its hash, and the fact that committed it names the manifest.
+        Each reader of the weights compares their hashes; the artifacts are small, and are compared here.
+
+        Raises:
+            CheckpointLockError: it must not be promoted; the text says why.
         """
         try:
             manifest = await self._objects.get(uri)
         except ObjectNotFound:
-            return f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run"
+            text = f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run"
+            raise CheckpointLockError(text) from None
         commits = await self._bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
         there = [each.event.manifest_sha256 for each in commits if each.event.checkpoint.uri == uri]
         expected = [sha256 for sha256 in there if sha256 is not None]
         found = hashlib.sha256(manifest).hexdigest()
         if not expected or found in expected:
-            return ""
-        return (
+            return await self._verify_artifacts(run_id, manifest)
+        raise CheckpointLockError(
             f"the manifest {uri} is not the one that was committed: its SHA-256 is {found}, {expected[-1]} was "
             f"committed; `trainbus checkpoints verify {run_id} --repair` writes the committed one again"
         )
+
+    async def _verify_artifacts(self, run_id: str, manifest: bytes) -> dict[str, str]:
+        try:
+            files = artifacts_of(files_of(manifest))
+        except ValueError:
+            return {}  # it names no files, so no artifacts
+        with tempfile.TemporaryDirectory(prefix="trainbus-artifacts-") as folder:
+            for name, file in files.items():
+                path = Path(folder) / "artifact"
+                try:
+                    await restore_file(self._objects, file, path)
+                    found = await asyncio.to_thread(hash_file, path)
+                except (ObjectNotFound, ObjectCorrupted) as error:
+                    found = str(error)
+                if found != file.sha256:
+                    raise CheckpointLockError(
+                        f"the artifact {name!r} of run {run_id} is not the one that was committed ({found}); "
+                        f"`trainbus checkpoints verify {run_id} --repair` writes the committed one again"
+                    )
+        return {name: file.sha256 for name, file in files.items()}
 
 
 def build(settings: Settings) -> Service:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
-from contracts.manifest import files_of
+from contracts.manifest import ARTIFACTS_FOLDER, artifacts_of, files_of
 from contracts.spec.run import Code, RunSpec
 from services.kit.code_package import PackageError
 from services.kit.package_files import unpack_package
 from services.kit.store.files import hash_file, is_inside
 from services.kit.tensor_files import TensorFileError, read_tensors, write_tensors
 
-WEIGHTS, DESCRIPTION, CODE, ARTIFACTS = "model.safetensors", "model.json", "code", "artifacts"
+WEIGHTS, DESCRIPTION, CODE, ARTIFACTS = "model.safetensors", "model.json", "code", ARTIFACTS_FOLDER
 #: The files of a Task's checkpoint that its model needs.
 MODEL_FILES = re.compile(r"(model|ema)-\d+\.safetensors|digests-\d+\.json|state\.json")
 _PARTS = ".parts"
@@ -84,6 +84,8 @@ async def write_model_folder(source: ModelSource, manifest: VerifiedManifest, sp
         await asyncio.to_thread(_merge_weights, paths, folder / WEIGHTS)
     except TensorFileError as error:
         raise ModelFolderError(f"{manifest.commit.checkpoint.uri}: {error}") from error
+    artifacts = artifacts_of(manifest.files)
+    await asyncio.gather(*(_write_verified(source, manifest, file, folder) for file in artifacts.values()))
     if spec.code is not None:
         await _write_code(source, manifest.commit.run_id, spec.code, folder)
     description = _describe(manifest, spec, json.loads((parts / "state.json").read_bytes())["about"])
@@ -154,4 +156,5 @@ def _describe(manifest: VerifiedManifest, spec: RunSpec, about: Mapping[str, Any
         "checkpoint": ref.uri,
         "manifest_sha256": manifest.sha256,
         "state_digest": commit.state_digest,
+        "artifacts": {name: file.sha256 for name, file in artifacts_of(manifest.files).items()},
     }

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from contracts.base import Fact, Request, run_id_for
 from contracts.envelope import Envelope
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointFile, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import (
     Artifact,
@@ -43,6 +43,7 @@ from services.evaluation.app import Evaluator, build
 from services.kit.bus import Bus, Message, OutgoingMessage, PoisonMessage, PublishAck
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 
 SOURCE = "trainbus/evaluation"
 D1, D2 = "1" * 64, "2" * 64
@@ -452,6 +453,47 @@ async def test_an_operator_promotes_the_best_that_retention_has_left(rig: Rig) -
     await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="ra"), "p1"))
     [promoted] = await rig.facts("model.m.promoted")
     assert promoted.checkpoint_uri == refs[1].uri
+
+
+async def with_artifact(rig: Rig, run_id: str, content: bytes) -> str:
+    """Commit a checkpoint with one artifact, train and complete its run; return where the artifact is stored."""
+    await accepted(rig, run_id, evaluation=Evaluation(metric="accuracy", mode="max"))
+    sha256 = hashlib.sha256(content).hexdigest()
+    uri = f"s3://{rig.settings.bucket_models}/blobs/sha256/{sha256[:2]}/{sha256}"
+    await rig.objects.put(uri, content)
+    chunk = Chunk(sha256=sha256, size_bytes=len(content), uri=uri)
+    file = CheckpointFile(path="artifacts/labels.txt", sha256=sha256, size_bytes=len(content), chunks=(chunk,))
+    manifest = json.dumps({"files": [file.model_dump(mode="json")]}).encode()
+    ref = rig.checkpoint(run_id)
+    await rig.objects.put(ref.uri, manifest)
+    await rig.publish(
+        CheckpointCommitted(
+            run_id=run_id,
+            generation=1,
+            checkpoint=ref,
+            size_bytes=1,
+            manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+        )
+    )
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id=run_id, generation=1, checkpoint=ref)))
+    return uri
+
+
+async def test_the_registered_version_names_its_artifacts_and_one_flipped_byte_refuses_it(rig: Rig) -> None:
+    content = b"ant bee cow"
+    await with_artifact(rig, "ra", content)
+    await rig.evaluator.on_run_ended(await rig.measured(evaluation_id("ra"), 0.8))
+    [promoted] = await rig.facts("model.m.promoted")
+    assert promoted.artifacts == {"labels.txt": hashlib.sha256(content).hexdigest()}
+    uri = await with_artifact(rig, "rb", b"ant bee dog")
+    bucket, key = split_uri(uri)
+    await rig.objects._client.put_object(Bucket=bucket, Key=key, Body=b"ant bee dof")
+    await rig.evaluator.on_run_ended(await rig.measured(evaluation_id("rb"), 0.9))
+    assert await rig.champions() == [(1, "ra")]
+    [refused] = await rig.facts("run.rb.not_promoted")
+    assert "the artifact 'labels.txt' of run rb is not the one that was committed" in refused.reason
+    with pytest.raises(PoisonMessage, match=r"the artifact 'labels\.txt' of run rb is not the one"):
+        await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="rb"), "p"))
 
 
 BAD_REQUESTS: dict[str, tuple[Request, str]] = {

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,11 +48,13 @@ class CheckpointManager:
         exactness: Exactness,
         survivors: SurvivorStore,
         history: FailureHistory | None = None,
+        artifacts: Mapping[str, bytes] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._strategy, self._world, self._journal = folder, strategy, world, journal
         self._exactness, self._survivors, self._clock = exactness, survivors, clock
         self.schedule = CheckpointSchedule(training, clock(), machines=world.size, history=history)
+        self._artifacts = artifacts
         self._staging = StagingBuffers(pinned=world.device.type == "cuda")
         self._writer = CheckpointWriter()
         cuda = world.device.type == "cuda"
@@ -200,7 +203,7 @@ class CheckpointManager:
         if self._world.is_first:
             saved = checkpoint_json(state, progress, self._world.size)
             state_digest(saved)  # raises here, where the step is known, if JSON cannot hold the state
-        return RankFiles(self._world.rank, self._staging.images, saved)
+        return RankFiles(self._world.rank, self._staging.images, saved, self._artifacts)
 
     def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
         number = self._world.rank if rank is None else rank

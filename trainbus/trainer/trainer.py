@@ -20,6 +20,7 @@ from contracts.spec.training import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.loader import Prefetcher, to_device
 from trainbus.task import Task
+from trainbus.task_artifacts import collect_artifacts
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
@@ -141,6 +142,7 @@ class Trainer:
             exactness=self.exactness,
             survivors=survivors or SurvivorStore(),
             history=settings.history,
+            artifacts=collect_artifacts(task) if self.world.is_first else {},
         )
         self._checkpointed_step = start.committed_step
         self._metrics = MetricsReporter(

@@ -3,7 +3,8 @@
 Every rank writes whole tensors, about as many bytes each: ``model-<rank>.safetensors``,
 ``optimizer-<rank>.safetensors`` and, where there is a moving average, ``ema-<rank>.safetensors``; and
 ``digests-<rank>.json``, a hash for each of them.
-Rank 0 adds ``state.json``. All ranks' files together are one checkpoint, for any number of ranks that loads it.
+Rank 0 adds ``state.json``, and ``artifacts/`` with what the Task needs besides.
+All ranks' files together are one checkpoint, for any number of ranks that loads it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contracts.manifest import ARTIFACTS_FOLDER
 from trainbus.trainer.checkpoint.digest import json_digest
 
 VERSION = 2
@@ -82,11 +84,15 @@ def state_digest(state: dict[str, Any]) -> str:
 
 
 def check_safe(folder: Path) -> None:
-    """Refuse a folder with anything but plain safetensors and JSON files: pickles run code when they are loaded."""
+    """Refuse a folder with anything but plain safetensors and JSON files: pickles run code when they are loaded.
+
+    Artifacts are the Task's own files, which it alone reads.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder.name!r}")
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path.name!r} in the checkpoint is not a plain file")
-        if path.is_file() and path.suffix not in (".safetensors", ".json"):
+        is_artifact = path.relative_to(folder).parts[0] == ARTIFACTS_FOLDER
+        if path.is_file() and not is_artifact and path.suffix not in (".safetensors", ".json"):
             raise CheckpointError(f"{path.name!r} in the checkpoint is neither safetensors nor JSON; it is not loaded")

@@ -9,10 +9,11 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contracts.manifest import ARTIFACTS_FOLDER
 from trainbus.trainer.checkpoint.digest import digest_of
 from trainbus.trainer.checkpoint.files import STATE, CheckpointError, digests_file, state_digest
 from trainbus.trainer.checkpoint.staging import FileImage
@@ -33,6 +34,8 @@ class RankFiles:
     images: Mapping[str, FileImage]
     #: ``state.json``; rank 0's alone.
     state: dict[str, Any] | None
+    #: Content of the Task's artifacts by name; rank 0's alone.
+    artifacts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write(folder: Path, content: RankFiles, is_cancelled: Callable[[], bool]) -> None:
@@ -68,7 +71,11 @@ def _fill(temporary: Path, content: RankFiles, is_cancelled: Callable[[], bool])
     )
     if content.state is not None:
         (temporary / STATE).write_text(json.dumps(content.state, indent=1, sort_keys=True, allow_nan=False))
-    for path in (*temporary.iterdir(), temporary):
+    for name, artifact in content.artifacts.items():
+        path = temporary / ARTIFACTS_FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_blocks(path, memoryview(artifact), is_cancelled)
+    for path in (*temporary.rglob("*"), temporary):
         _fsync(path)
 
 

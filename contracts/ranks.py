@@ -176,6 +176,20 @@ class CheckpointLine(TimedLine):
     step_is_count: bool = False
 
 
+class ParamsLine(TimedLine):
+    """Parameters that a script has chosen, for its page in MLflow."""
+
+    kind: Literal["params"] = "params"
+    values: dict[str, str]
+
+
+class TagsLine(TimedLine):
+    """Tags for the page in MLflow; of one name the last one counts."""
+
+    kind: Literal["tags"] = "tags"
+    values: dict[str, str]
+
+
 class KeepLine(TimedLine):
     """A script asks to keep this file or folder as the run's checkpoint: ``trainbus.checkpoint()``."""
 
@@ -219,7 +233,9 @@ class EndedLine(TimedLine):
 
 #: The lines of which the rank informs the agent at once.
 UrgentLine = StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
-JournalLine = Annotated[MetricsLine | KeepLine | ArtifactLine | UrgentLine, Field(discriminator="kind")]
+JournalLine = Annotated[
+    MetricsLine | ParamsLine | TagsLine | KeepLine | ArtifactLine | UrgentLine, Field(discriminator="kind")
+]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 
 

@@ -94,7 +94,7 @@ def report(
     }
     if total_steps is not None:
         line["total_steps"] = int(total_steps)
-    _append(line)
+    append_line(line)
 
 
 def checkpoint(
@@ -134,7 +134,7 @@ def checkpoint(
         line["epoch"] = int(epoch)
     if metrics is not None:
         line["metrics"] = _finite(metrics)
-    _append(line)
+    append_line(line)
 
 
 def resume() -> Path | None:
@@ -180,7 +180,7 @@ def artifact(path: str | os.PathLike[str], name: str | None = None) -> None:
         partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         shutil.copyfile(source, partial)
         partial.replace(target)
-    _append({"kind": "artifact", "path": target_name.as_posix()})
+    append_line({"kind": "artifact", "path": target_name.as_posix()})
 
 
 def should_stop() -> bool:
@@ -257,8 +257,8 @@ def _copy(source: Path) -> Path:
     return target
 
 
-def _append(line: dict[str, Any]) -> None:
-    """Append a line to the rank's journal."""
+def append_line(line: Mapping[str, Any]) -> None:
+    """Append a line to the rank's journal, in one of the forms of ``contracts/ranks.py``."""
     state = _current()
     if state.journal_fd is None:
         folder = os.path.dirname(os.environ[_LAUNCH])

@@ -405,6 +405,9 @@ class RunProgress(RunFact, fact="progress", occurrence="generation/kind/node_id/
     total_steps: int | None = None
     epoch: int = 0
     samples_consumed: int = 0
+    #: Parameters and tags that the script has set for its page in MLflow.
+    params: dict[str, str] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def subject_filter(cls) -> str:

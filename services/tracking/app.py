@@ -73,6 +73,8 @@ class Attempt:
     tags: dict[str, str]
     heads: dict[str, int]
     status: str
+    #: The parameters that MLflow has.
+    params: set[str]
     params_logged: bool = False
     dataset_logged: bool = False
 
@@ -258,7 +260,7 @@ class Projector:
             page = await self._call(self._store.create, spec.experiment, name, _ms(start_s), tags)
             log.info("run is tracked", run_id=run.run_id, attempt=number, mlflow_run_id=page.mlflow_run_id)
         cursor = points.Cursor.from_tag(page.tags.get(describe.CURSOR))
-        attempt = Attempt(page, cursor, dict(page.tags), dict(page.heads), page.status)
+        attempt = Attempt(page, cursor, dict(page.tags), dict(page.heads), page.status, set(page.params))
         known.attempts[number] = attempt
         return attempt
 
@@ -283,7 +285,9 @@ class Projector:
         assert run.accepted is not None
         mlflow_run_id = attempt.page.mlflow_run_id
         if not attempt.params_logged:
-            await self._call(self._store.log_params, mlflow_run_id, describe.params(run.accepted.spec))
+            params = describe.params(run.accepted.spec)
+            await self._call(self._store.log_params, mlflow_run_id, params)
+            attempt.params |= params.keys()
             attempt.params_logged = True
         if run.prepared is not None and not attempt.dataset_logged:
             prepared = run.prepared
@@ -316,11 +320,20 @@ class Projector:
             chosen = selector.select([(received.sequence, received.event) for received in batch])
             if chosen:
                 await self._call(self._store.log_points, attempt.page.mlflow_run_id, chosen)
+        await self._describe_script(attempt, selector)
         metrics.DROPPED.inc(selector.dropped)
         cursor = selector.next_cursor()
         # The cursor last: a crash before it logs the same points again, which changes nothing.
         await self._tag(attempt, {describe.CURSOR: cursor.to_tag()})
         attempt.cursor = cursor
+
+    async def _describe_script(self, attempt: Attempt, selector: points.Selector) -> None:
+        """Log the parameters and tags that the script has set. A parameter keeps its first value, as MLflow has it."""
+        new = describe.script_params(selector.params, attempt.params)
+        if new:
+            await self._call(self._store.log_params, attempt.page.mlflow_run_id, new)
+            attempt.params |= new.keys()
+        await self._tag(attempt, describe.script_tags(selector.tags))
 
     async def _finish(self, run: Run, attempt: Attempt, generation: int, last: bool) -> None:
         """Results, status and files, once there are any."""

@@ -73,6 +73,7 @@ class Page:
     status: str
     deleted: bool
     tags: Mapping[str, str]
+    params: Set[str]
     #: The highest step logged of each metric.
     heads: Mapping[str, int]
 
@@ -418,6 +419,7 @@ def _page(run: Any) -> Page:
         run.info.status,
         run.info.lifecycle_stage == "deleted",
         dict(run.data.tags),
+        set(run.data.params),
         {metric.key: metric.step for metric in run.data._metric_objs},
     )
 

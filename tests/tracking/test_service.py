@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contracts.events.model import ModelPromoted, ModelStaged
-from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPrepared, RunTracked
+from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPrepared, RunProgress, RunTracked
 from services.kit.bus import Bus
 from services.kit.service import Service
 from services.tracking import metrics
@@ -298,6 +298,34 @@ async def test_a_command_that_resumes_stays_one_mlflow_run(world: World) -> None
     assert page.info.status == "FINISHED"
     # Steps 5 to 7 of the first attempt were logged as they came, and are there once.
     assert world.series(page) == [(step, (1 if step < 8 else 2) + step / 1000) for step in range(1, 11)]
+
+
+async def test_what_a_script_logs_with_mlflow_is_on_its_page_once(world: World) -> None:
+    def logged(generation: int, offset: int, **values: Any) -> RunProgress:
+        return RunProgress(run_id="r1", generation=generation, node_id="n1", rank=0, offset=offset, points=(), **values)
+
+    story = world.story(spec=command_spec())
+    await story.accepted()
+    await story.placed(1)
+    await story.progress(1, range(1, 4))
+    tags = {"color": "red", "mlflow.user": "eve", "trainbus.run_id": "x", "mlflow.note.content": "a note"}
+    await world.bus.publish(logged(1, 1, params={"C": "0.5"}, tags=tags))
+
+    async def is_there() -> bool:
+        pages = world.pages()
+        return bool(pages) and "C" in pages[0].data.params
+
+    await eventually(is_there)
+    # A second attempt that goes on chooses otherwise: MLflow keeps a parameter, and a tag is the last one.
+    await story.placed(2, resume=3)
+    await world.bus.publish(logged(2, 2, params={"C": "0.7", "D": "1"}, tags={"color": "blue"}))
+    await story.completed(2)
+    await world.settled()
+    (page,) = world.pages()
+    assert (page.data.params["C"], page.data.params["D"]) == ("0.5", "1")
+    shown = ("color", "mlflow.user", "trainbus.run_id", "mlflow.note.content")
+    assert [page.data.tags[name] for name in shown] == ["blue", "", "r1", "a note"]
+    assert len(world.series(page)) == 3
 
 
 async def test_running_commands_are_found_again_after_a_restart(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar
 
 from contracts.spec.run import RunSpec
@@ -41,6 +41,10 @@ VERSION = "trainbus.version"
 #: Of logged models: whether MLflow has the files; of model versions too, with the reason where it has not.
 MODEL_FILES, FILES_LOGGED, FILES_LEFT_OUT = "trainbus.model_files", "logged", "left out"
 RESERVED = ("mlflow.", "trainbus.")
+#: The text on a page, which people write.
+NOTE = "mlflow.note.content"
+#: The folder of artifacts that a script logs with MLflow; on its page they are where the script put them.
+MLFLOW_FOLDER = "mlflow"
 
 
 def clean_key(name: str) -> str:
@@ -163,6 +167,19 @@ def _outcome(run: Run, generation: int) -> dict[str, object]:
     return found
 
 
+def script_params(params: Mapping[str, str], present: Set[str]) -> dict[str, str]:
+    """Return the parameters of a script that the page has not, as many as it may have."""
+    found = {clean_key(name): clean_value(value, MAX_PARAM_CHARS) for name, value in params.items()}
+    new = {name: value for name, value in found.items() if name not in present}
+    return dict(list(new.items())[: max(MAX_PARAMS - len(present), 0)])
+
+
+def script_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of a script; those that describe the run stay ours."""
+    kept = {name: value for name, value in tags.items() if name == NOTE or not name.startswith(RESERVED)}
+    return {clean_key(name): clean_value(value, MAX_TAG_CHARS) for name, value in kept.items()}
+
+
 def model_tags(run: Run, checkpoint_uri: str) -> dict[str, str]:
     """Return what a logged model is, as tags."""
     found = {RUN_ID: run.run_id, CHECKPOINT_URI: checkpoint_uri}
@@ -189,6 +206,8 @@ def file_path(name: str, folder: str) -> tuple[str, str]:
     """Return folder and file name for an artifact, always inside the run's artifacts."""
     parts = [clean_key(part) for part in name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     parts = parts or ["file"]
+    if parts[0] == MLFLOW_FOLDER and len(parts) > 1:
+        return "/".join(parts[1:-1]), parts[-1]
     return "/".join([folder, *parts[:-1]]).strip("/"), parts[-1]
 
 

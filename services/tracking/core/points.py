@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.events.run import RunProgress
 from services.tracking.core.describe import clean_key
@@ -98,6 +98,9 @@ class Selector:
     read: int = 0
     held: int | None = None
     dropped: int = 0
+    #: What the script has set besides points.
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
 
     def select(self, batches: Iterable[tuple[int, RunProgress]]) -> list[Point]:
         """The points of ``batches`` (sequence, batch) to log now."""
@@ -113,6 +116,10 @@ class Selector:
                     chosen.update(dict.fromkeys(self._system(batch)))
                 continue
             ceiling = final.get(batch.generation, NOTHING)
+            if not known and ceiling > NOTHING:
+                for name, value in batch.params.items():
+                    self.params.setdefault(name, value)
+                self.tags |= batch.tags
             floor = logged.get(batch.generation, NOTHING) if known else NOTHING
             highest = NO_CEILING if batch.generation > self.generation else some_day.get(batch.generation, NOTHING)
             if any(ceiling < point.step <= highest for point in batch.points):

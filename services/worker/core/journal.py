@@ -20,12 +20,16 @@ from contracts.ranks import (
     JournalLine,
     KeepLine,
     MetricsLine,
+    ParamsLine,
     ResultLine,
     StartedLine,
     StarvationLine,
     StragglerLine,
+    TagsLine,
 )
 
+#: The lines whose values are events of progress.
+REPORTED_LINES = (MetricsLine, ParamsLine, TagsLine)
 POINTS_PER_BATCH = 200
 LINES_PER_BATCH = 200
 LINE_MAX_CHARS = 4000
@@ -164,20 +168,25 @@ def rank_event(
 def progress_events(
     source: JournalSource, rank: int, lines: Iterable[tuple[int, JournalLine]]
 ) -> Iterator[RunProgress]:
-    """Yield the metric lines as events. The same lines give the same events."""
-    metrics = [(offset, line) for offset, line in lines if isinstance(line, MetricsLine) and line.values]
-    for first in range(0, len(metrics), POINTS_PER_BATCH):
-        part = metrics[first : first + POINTS_PER_BATCH]
-        last = part[-1][1]
+    """Yield metrics, parameters and tags as events. The same lines give the same events."""
+    found = [(offset, line) for offset, line in lines if isinstance(line, REPORTED_LINES) and line.values]
+    for first in range(0, len(found), POINTS_PER_BATCH):
+        part = found[first : first + POINTS_PER_BATCH]
+        metrics = [line for _, line in part if isinstance(line, MetricsLine)]
+        last = metrics[-1] if metrics else MetricsLine(step=0, values={})
+        params = [line.values for _, line in part if isinstance(line, ParamsLine)]
+        tags = [line.values for _, line in part if isinstance(line, TagsLine)]
         yield RunProgress(
             **source._asdict(),
             rank=rank,
             offset=part[0][0],
-            points=tuple(ProgressPoint(step=line.step, time=line.time, values=line.values) for _, line in part),
+            points=tuple(ProgressPoint(step=line.step, time=line.time, values=line.values) for line in metrics),
             step=last.step,
             total_steps=last.total_steps,
             epoch=last.epoch,
             samples_consumed=last.samples_consumed,
+            params={name: value for values in params for name, value in values.items()},
+            tags={name: value for values in tags for name, value in values.items()},
         )
 
 

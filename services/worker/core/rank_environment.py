@@ -28,6 +28,8 @@ INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRA
 CONTEXT_BYTES = 2**30
 #: The longest value of an environment variable that every system takes; longer params are in ``launch.json`` alone.
 MAX_VARIABLE_CHARS = 100_000
+#: What a script logs with MLflow goes there; the request may name another address in ``env``.
+MLFLOW_URI_VARIABLE = "MLFLOW_TRACKING_URI"
 #: Collectives that a flight recorder keeps.
 FLIGHT_ENTRIES = 2000
 
@@ -57,6 +59,8 @@ class NodeEnvironment:
     resume_step: int = 0
     #: Folder of the project's packages, which precede the node's; '' where the node has them all.
     packages_dir: str = ""
+    #: MLflow's address for scripts; '' where MLflow is not there, or does not find the store of trainbus.
+    mlflow_uri: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ def build_environment(
         }
     )
     own |= _script_variables(placed, member.ranks[index], place)
+    if is_command(spec) and place.mlflow_uri:
+        own.setdefault(MLFLOW_URI_VARIABLE, place.mlflow_uri)
     if is_command(spec) and placed.world_size > 1:
         own |= _launcher_variables(placed, member)
     return own | share_limits(spec, len(member.slots), place)

@@ -48,6 +48,7 @@ from services.worker.generation.reports import (
 )
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError
+from services.worker.launch.mlflow_plugin import find_mlflow_uri
 from services.worker.launch.package_environment import PackagesError
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
@@ -362,6 +363,7 @@ class GenerationRunner:
             master_port=port,
             python_path=(*code, *packages, str(PYTHON_ROOT)),
             packages_dir="".join(packages),
+            mlflow_uri=find_mlflow_uri(),
             bin_folder=str(Path(sys.executable).parent),
             cores=inventory.cores,
             slots=inventory.slots,

@@ -97,7 +97,10 @@ class Projector:
         store: Store,
         stopping: asyncio.Event,
         role: ExclusiveRole | None = None,
+        *,
+        announces: bool = True,
     ) -> None:
+        """``announces``: publish where the pages are."""
         self._bus, self._settings, self._store, self._stopping = bus, settings, store, stopping
         self._runs: OrderedDict[str, TrackedRun] = OrderedDict()
         self._live: set[str] = set()
@@ -109,7 +112,7 @@ class Projector:
         self._upload_thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow-files")
         self._builder = ModelBuilder(bus, settings)
         self._registry = Registry()
-        self._role = role
+        self._role, self._announces = role, announces
         self.away = False
 
     async def __aenter__(self) -> Self:
@@ -141,18 +144,38 @@ class Projector:
 
     async def on_run_fact(self, received: Message[Any]) -> None:
         """Bring the run's pages up to date."""
+        await self.project_run(received.event.run_id, received.envelope)
+
+    async def project_run(self, run_id: str, cause: Envelope | None = None) -> None:
+        """Bring a run's pages up to date with every fact that is stored.
+
+        Raises:
+            PoisonMessage: MLflow refuses it for good.
+        """
         async with self._lock:
-            await self._retry_after_loss(lambda: self._update(received.event.run_id, received.envelope))
+            await self._retry_after_loss(lambda: self._update(run_id, cause))
 
     async def on_model_promoted(self, received: Message[ModelPromoted]) -> None:
         """Bring the registry up to date."""
+        await self.project_promotion(received.event)
+
+    async def project_promotion(self, promotion: ModelPromoted) -> None:
+        """Make a version of a model and copy its files, once.
+
+        Raises:
+            PoisonMessage: MLflow refuses it for good.
+        """
         async with self._registry_lock:
-            await self._retry_after_loss(lambda: self._promote(received.event))
+            await self._retry_after_loss(lambda: self._promote(promotion))
 
     async def on_model_staged(self, received: Message[ModelStaged]) -> None:
         """Make an alias in the registry name what it names by request."""
+        await self.project_aliases(received.event.model)
+
+    async def project_aliases(self, model: str) -> None:
+        """Make the aliases of a model those of the facts."""
         async with self._registry_lock:
-            await self._retry_after_loss(lambda: self._show_aliases(received.event.model))
+            await self._retry_after_loss(lambda: self._show_aliases(model))
 
     async def watch_aliases(self) -> None:
         """Compare MLflow's aliases with the facts every minute: somebody may have moved one by hand."""
@@ -227,7 +250,7 @@ class Projector:
             await self._describe(run, attempt, number, generation)
             await self._flush(run, attempt, generation)
             await self._finish(run, attempt, generation, last)
-            if last:
+            if last and self._announces:
                 await self._announce(run_id, attempt.page, cause)
         if run.live and run.ended is None:
             self._live.add(run_id)

@@ -35,7 +35,8 @@ with mlflow.start_run(run_name="outer") as run:
     with mlflow.start_run(run_name="inner", nested=True):
         mlflow.log_metric("loss", 0.25, step=1)
 assert mlflow.get_run(run.info.run_id).data.params["width"] == "3"
-assert mlflow.pyfunc.load_model(f"models:/{mlflow.last_logged_model().model_id}").predict(numpy.array([[9.0]])).tolist() == [1]
+loaded = mlflow.pyfunc.load_model(f"models:/{mlflow.last_logged_model().model_id}")
+assert loaded.predict(numpy.array([[9.0]])).tolist() == [1]
 """
 
 

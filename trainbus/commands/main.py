@@ -18,6 +18,7 @@ from trainbus.commands import (
     lake,
     models,
     render,
+    replay,
     report,
     results,
     runs,
@@ -43,6 +44,7 @@ app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(models.app, name="models", rich_help_panel="Runs")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
+app.add_typer(replay.app, name="replay", rich_help_panel="Cluster")
 
 
 def _print_version(wanted: bool) -> None:

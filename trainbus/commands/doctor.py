@@ -41,6 +41,9 @@ NEEDED_BYTES = 2 * 2**30
 #: Seconds for which a service's answer is awaited; where nobody listens, the server says so at once.
 PRESENCE_TIMEOUT_S = 3.0
 
+#: Candidates that wait for a person and are named.
+MAX_NAMED_PROMOTIONS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
@@ -181,9 +184,24 @@ async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResu
         async with connect(address) as connection:
             needed = {*SERVICES, *([AUTOSCALER] if await _has_pools(connection) else [])}
             found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
-            return list(found) if WORKER in checked else [*found, await _nodes(connection)]
+            results = [*found, *await _pending_promotions(connection)]
+            return results if WORKER in checked else [*results, await _nodes(connection)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
+
+
+async def _pending_promotions(connection: Connection) -> list[CheckResult]:
+    """Name the models whose next champion waits for a person; nothing if none does."""
+    from trainbus.client.models import read_models
+
+    models = (await read_models(connection)).values()
+    waiting = [
+        f"{each.model}: {run_id} awaits {fact.awaits}" for each in models for run_id, fact in each.pending.items()
+    ]
+    if not waiting:
+        return []
+    more = f" and {len(waiting) - MAX_NAMED_PROMOTIONS} more" if len(waiting) > MAX_NAMED_PROMOTIONS else ""
+    return [CheckResult("promotions", "note", "; ".join(waiting[:MAX_NAMED_PROMOTIONS]) + more, "trainbus models")]
 
 
 async def _presence(connection: Connection, service: str, *, is_needed: bool) -> CheckResult:

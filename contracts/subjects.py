@@ -72,7 +72,7 @@ ALL_SHADOW = ("shadow.>",)
 #: Every verb that can be requested. They are listed rather than matched by ``*.requested``,
 #: because that would overlap with ``progress.*`` and ``dead.>``, which the server refuses.
 VERBS = (
-    *("train", "cancel", "ingest", "restore", "tune", "drain", "pin", "scrub"),
+    *("train", "cancel", "ingest", "restore", "tune", "stop_study", "drain", "pin", "scrub"),
     *("promote", "rollback", "configure", "approve", "stage"),
 )
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
@@ -86,6 +86,11 @@ def node(node_id: str = WILDCARD) -> str:
 def dataset(dataset_id: str = WILDCARD) -> str:
     """Every fact of one dataset."""
     return f"dataset.{dataset_id}.*"
+
+
+def study(study_id: str = WILDCARD) -> str:
+    """Every fact of one study."""
+    return f"study.{study_id}.*"
 
 
 def model(name: str = WILDCARD) -> str:

@@ -221,6 +221,34 @@ def _rotten(fact: checkpoint.CheckpointRotten) -> str:
     return f"checkpoint of step {fact.step}: {plural(len(fact.blobs), 'blob')} damaged or missing{repair}"
 
 
+def _values(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
+def _suggested(fact: study.TrialSuggested) -> str:
+    until = f", up to epoch {fact.until_epoch}" if fact.until_epoch else ""
+    if fact.purpose == "repeat":
+        return f"trial {fact.trial} repeats trial {fact.repeats} with seed {fact.seed}{until}"
+    params = ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in fact.params.items()
+    )
+    return f"trial {fact.trial} begins with {params}{until}"
+
+
+def _trial_ended(fact: study.TrialEnded) -> str:
+    if fact.outcome == "completed":
+        broken = ", but it breaks a constraint" if any(violation > 0 for violation in fact.violations) else ""
+        return f"trial {fact.trial} completed: {_values(fact.values)}{broken}"
+    return f"trial {fact.trial} {fact.outcome}{format_reason(fact.reason)}"
+
+
+def _study_completed(fact: study.StudyCompleted) -> str:
+    if not fact.best:
+        return f"completed without a result{format_reason(fact.reason)}"
+    best = f"best trial {fact.best[0]}" if len(fact.best) == 1 else "best trials " + ", ".join(map(str, fact.best))
+    return f"completed: {best}{format_reason(fact.reason)}"
+
+
 def _ingested(fact: dataset.DatasetIngested) -> str:
     bad = sum(kind.count for kind in fact.quarantined)
     kinds = ", ".join(f"{kind.count} {kind.code}" for kind in fact.quarantined)
@@ -327,6 +355,15 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     node.NodeNotice: _notice,
     node.NodeUnfit: lambda e: f"unfit: {e.reason}",
     study.StudyRejected: lambda e: f"rejected: {e.reason}",
+    study.StudyAccepted: lambda e: f"accepted as {e.spec.name!r}: {plural(e.spec.trials, 'trial')}",
+    study.TrialSuggested: _suggested,
+    study.TrialReported: lambda e: f"trial {e.trial} at epoch {e.step}: {_values(e.values)}",
+    study.TrialPruned: lambda e: f"trial {e.trial} {e.reason}",
+    study.TrialPaused: lambda e: f"trial {e.trial} paused at epoch {e.step}: {_values(e.values)}",
+    study.TrialResumed: lambda e: f"trial {e.trial} goes on to epoch {e.until_epoch}",
+    study.TrialEnded: _trial_ended,
+    study.StudyCompleted: _study_completed,
+    study.StudyStopped: lambda e: f"stopped{format_reason(e.reason)}",
     capacity.CapacityWanted: _wanted,
     capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) in force",
 }

@@ -118,7 +118,7 @@ def _events(*, requests: str = "", **facts: str) -> tuple[type[Event], ...]:
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
     REQUESTS.name,
-    _events(requests="train cancel restore drain tune"),
+    _events(requests="train cancel restore drain"),
     "Requests the scheduler decides on.",
     # Each answer is fenced on its own, so their order does not matter.
     concurrency=16,
@@ -158,6 +158,9 @@ EVALUATION_REQUESTS = Consumer(
     _events(requests="promote rollback configure approve stage"),
     "Requests of operators.",
 )
+TUNING_REQUESTS = Consumer(
+    "tuning-requests", REQUESTS.name, _events(requests="tune stop_study"), "Studies to begin and to stop."
+)
 TRACKING = Consumer(
     "tracking",
     FACTS.name,
@@ -178,6 +181,7 @@ CONSUMERS: tuple[Consumer, ...] = (
     CHECKPOINT_REQUESTS,
     EVALUATION,
     EVALUATION_REQUESTS,
+    TUNING_REQUESTS,
     TRACKING,
 )
 
@@ -203,6 +207,10 @@ class ServiceEvents:
     follows: tuple[type[Event], ...] = ()
 
 
+_STUDY_FACTS = (
+    "accepted rejected trial_suggested trial_reported trial_pruned trial_paused trial_resumed trial_ended completed "
+    "stopped"
+)
 #: Every other system: it publishes requests and may read everything.
 CLIENTS = "clients"
 SERVICES: dict[str, ServiceEvents] = {
@@ -212,7 +220,6 @@ SERVICES: dict[str, ServiceEvents] = {
             node="lost draining",
             capacity="wanted",
             policy="adopted",
-            study="rejected",
         ),
         # It fences on the sequence of every fact about a run.
         follows=tuple(
@@ -259,6 +266,13 @@ SERVICES: dict[str, ServiceEvents] = {
             run="accepted prepared completed failed cancelled rejected evaluated promotion_pending promoted "
             "not_promoted checkpoint_committed placed released exited",
             model="promoted configured approved staged",
+        ),
+    ),
+    "tuning": ServiceEvents(
+        # A trial is a run of its own.
+        publishes=_events(study=_STUDY_FACTS, requests="train cancel"),
+        follows=_events(
+            study=_STUDY_FACTS, run="accepted rejected prepared cancelling completed failed cancelled progress"
         ),
     ),
     "autoscaler": ServiceEvents(

@@ -11,6 +11,7 @@ from contracts.base import Request, Token
 from contracts.spec.data import DataSource
 from contracts.spec.gates import ModelGates
 from contracts.spec.run import RunFields, RunSpec
+from contracts.spec.study import Space, StudyOptions
 
 #: An alias of a model's version. MLflow keeps ``latest`` and ``v3`` for itself; promotion alone moves ``champion``.
 Alias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
@@ -76,13 +77,25 @@ class TrainRequested(RunFields, Request, verb="train"):
         )
 
 
-class TuneRequested(Request, verb="tune"):
-    """Search for hyper-parameters. Studies do not exist yet: the answer is ``study.<study_id>.rejected``."""
+class TuneRequested(StudyOptions, Request, verb="tune"):
+    """Search for the hyper-parameters of a run: a study, whose trials are ordinary runs.
 
-    # Fields of a future study are ignored: today's answer is the same.
-    model_config = ConfigDict(extra="ignore")
+    It needs ``name``, ``run`` and ``space``. The answer is ``study.<study_id>.accepted`` or ``rejected``.
+    """
+
+    # Until there were studies every field was allowed and the answer a fact. Unknown fields still get that answer.
+    model_config = ConfigDict(extra="allow")
 
     name: str | None = Field(None, max_length=200)
+    run: RunFields | None = Field(None, description="what each trial is a run of: the fields of train.requested")
+    space: Space | None = Field(None, min_length=1, max_length=200)
+
+
+class StopStudyRequested(Request, verb="stop_study"):
+    """End a study: no further trials, and its runs are cancelled. What it has found stays."""
+
+    study_id: Token
+    reason: str = Field("stopped by request", max_length=2000)
 
 
 class CancelRequested(Request, verb="cancel"):

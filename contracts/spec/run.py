@@ -78,6 +78,9 @@ class RunFields(SpecPart):
     max_attempts: int = Field(3, ge=1, le=100, description="failures by its own fault before the run fails")
     grace_s: float = Field(30.0, ge=0, le=3600, description="time to complete a checkpoint when preempted")
     tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+    #: The study whose trial this run is, and the trial's number.
+    study: Token | None = None
+    trial: int | None = Field(None, ge=0)
 
 
 class RunSpec(RunFields):

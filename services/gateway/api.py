@@ -10,20 +10,20 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from contracts import subjects, topology
-from contracts.base import run_id_for
+from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
-from contracts.events.train import CancelRequested, RestoreRequested, TrainRequested
+from contracts.events.train import CancelRequested, RestoreRequested, StopStudyRequested, TrainRequested
 from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
-from services.gateway import queries, views
+from services.gateway import queries, studies, views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
@@ -54,6 +54,7 @@ Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
 #: A time before now, as ``since`` takes it.
 AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
 Text = Annotated[str | None, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=500)]
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
@@ -74,12 +75,13 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     _add_error_handlers(app)
     commands = Commands(service.bus)
     app.include_router(_operation_routes(service, projection))
-    app.include_router(_requests(commands, projection))
+    app.include_router(_requests(service, commands, projection))
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
     app.include_router(file_routes(projection, files, find))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
+    app.include_router(studies.read_routes(service.bus))
     app.include_router(_catalog_routes(projection, settings))
     app.include_router(model_routes(commands, projection, _json_body))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
@@ -98,7 +100,7 @@ async def find(projection: Projection, reference: str) -> Row:
 # -- runs -----------------------------------------------------------------------
 
 
-def _requests(commands: Commands, projection: Projection) -> APIRouter:
+def _requests(service: Service, commands: Commands, projection: Projection) -> APIRouter:
     """What can be asked for: each answers 202 as soon as the request is on the bus."""
     router, store = APIRouter(), projection.store
 
@@ -128,6 +130,36 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
         response.headers["Location"] = f"/training-runs/{run_id}"
         accepted = await commands.publish(train, envelope, run_id)
         return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
+
+    @router.post(
+        "/hpo/studies",
+        status_code=202,
+        response_model=views.AcceptedStudyRequest,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "description": "`tune.requested`; see contracts/schemas",
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            }
+        },
+    )
+    async def post_study(request: Request, response: Response, key: Key = None) -> views.AcceptedStudyRequest:
+        """Ask for a search over hyper-parameters. 202: it is on the bus, and will be accepted or rejected."""
+        tune, envelope = commands.parse_tune(await _json_body(request), key or "")
+        study_id = study_id_for(envelope.source, envelope.id)
+        response.headers["Location"] = f"/hpo/studies/{study_id}"
+        return await commands.publish_study(tune, envelope, study_id)
+
+    @router.post("/hpo/studies/{study_id}/stop", status_code=202, response_model=views.AcceptedStudyRequest)
+    async def stop_study(
+        study_id: StudyId, key: Key = None, reason: Annotated[str, Query(max_length=2000)] = "stopped by request"
+    ) -> views.AcceptedStudyRequest:
+        """End a study: no further trials, and its runs are cancelled."""
+        found = await studies.read_study(service.bus, study_id)
+        if found.state != "running":
+            raise HTTPException(409, f"study {study_id} is already {found.state}: there is nothing to stop")
+        envelope = commands.envelope(StopStudyRequested, key or "")
+        return await commands.publish_study(StopStudyRequested(study_id=study_id, reason=reason), envelope, study_id)
 
     @router.get("/submit-schema")
     async def get_submit_schema() -> dict[str, Any]:

@@ -12,14 +12,14 @@ import nats.errors
 from contracts import subjects
 from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
-from contracts.events.train import TrainRequested
+from contracts.events.train import TrainRequested, TuneRequested
 from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
 from services.gateway.core.fold import request_hash
 from services.gateway.queries import Row
-from services.gateway.views import AcceptedRequest
+from services.gateway.views import AcceptedRequest, AcceptedStudyRequest
 from services.kit import telemetry
-from services.kit.bus import Bus, TransientError
+from services.kit.bus import Bus, PublishAck, TransientError
 
 #: How long a client waits for the bus before it must retry.
 PUBLISH_TIMEOUT_S = 10.0
@@ -66,6 +66,28 @@ class Commands:
             raise InvalidData(envelope, [("", f"the body must be a {kind.verb} request")])
         return request, envelope
 
+    def parse_tune(self, body: bytes, key: str) -> tuple[TuneRequested, Envelope]:
+        """The request for a study in ``body``.
+
+        Raises:
+            InvalidData: with the problem of each field, as the contract states it.
+        """
+        envelope = self.envelope(TuneRequested, key)
+        try:
+            data = read_json(body)
+        except EnvelopeError as error:
+            raise InvalidData(envelope, [("", str(error))]) from error
+        request = parse(envelope, data)
+        assert isinstance(request, TuneRequested)
+        return request, envelope
+
+    async def publish_study(self, request: Request, envelope: Envelope, study_id: str) -> AcceptedStudyRequest:
+        """Publish a request about a study and wait until it is stored."""
+        ack = await self._store(request, envelope)
+        return AcceptedStudyRequest(
+            study_id=study_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
+        )
+
     def envelope(self, request: type[Request], key: str) -> Envelope:
         """The envelope that carries ``key`` as the event's id: the same key is the same request."""
         event_id = key or uuid.uuid4().hex
@@ -80,16 +102,19 @@ class Commands:
 
     async def publish(self, request: Request, envelope: Envelope, run_id: str, **answer: Any) -> AcceptedRequest:
         """Publish and wait until it is stored. ``answer`` goes into the answer besides what the bus returns."""
+        ack = await self._store(request, envelope)
+        return AcceptedRequest(
+            run_id=run_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence, **answer
+        )
+
+    async def _store(self, request: Request, envelope: Envelope) -> PublishAck:
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                ack = await self._bus.publish_event(request, request.subject, envelope)
+                return await self._bus.publish_event(request, request.subject, envelope)
         except (TimeoutError, TransientError) as error:
             raise BusUnavailable(
                 "NATS does not answer: send the request again, with the same Idempotency-Key"
             ) from error
-        return AcceptedRequest(
-            run_id=run_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence, **answer
-        )
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
         """Why a run is where it is, in the scheduler's words; None if it does not answer."""

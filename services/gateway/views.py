@@ -110,6 +110,48 @@ class AcceptedRequest(View):
     parent_run_id: str | None = None
 
 
+class AcceptedStudyRequest(View):
+    """The request is on the bus; the study's facts show its result."""
+
+    study_id: str
+    request_id: str
+    duplicate: bool = False
+    sequence: int
+
+
+class TrialView(View):
+    """A trial of a study: its parameters, and what it has reached."""
+
+    trial: int
+    #: Its present run, and all of them: a trial that was resumed has several.
+    run_id: str
+    run_ids: list[str]
+    state: str
+    purpose: str
+    params: dict[str, Any]
+    values: list[float]
+    #: Epoch -> a value for each objective.
+    reports: dict[int, list[float]]
+    metrics: dict[str, float]
+    reason: str = ""
+
+
+class StudyView(View):
+    """A study as its facts add up."""
+
+    study_id: str
+    name: str
+    state: str
+    reason: str = ""
+    #: Numbers of the best trials.
+    best: list[int] = Field(default_factory=list)
+    trials: list[TrialView] = Field(default_factory=list)
+
+
+class Studies(View):
+    studies: list[StudyView]
+
+
 class Slots(View):
     min: int
     max: int

@@ -14,12 +14,11 @@ import structlog
 from pydantic import Field
 
 from contracts import subjects, topology
-from contracts.base import run_id_for, study_id_for
+from contracts.base import run_id_for
 from contracts.envelope import InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
 from contracts.events.run import DecisionRecord, RunCancelling
-from contracts.events.study import StudyRejected
-from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested, TuneRequested
+from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
 from contracts.scheduling import Policy
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage, TransientError
 from services.kit.clock import Clock
@@ -120,10 +119,6 @@ def assemble(
     return Scheduler(service, cache, leader)
 
 
-#: The answer to ``tune.requested``.
-NO_STUDIES = "trainbus has no studies yet: publish one train.requested for each set of parameters"
-
-
 class Requests:
     """Turns requests into facts; decides nothing about slots."""
 
@@ -137,7 +132,6 @@ class Requests:
         self.bus.subscriber(consumer, CancelRequested)(self.on_cancel)
         self.bus.subscriber(consumer, RestoreRequested)(self.on_restore)
         self.bus.subscriber(consumer, DrainRequested)(self.on_drain)
-        self.bus.subscriber(consumer, TuneRequested)(self.on_tune)
 
     async def on_train(self, received: Message[TrainRequested]) -> None:
         run_id = run_id_for(received.envelope.source, received.envelope.id)
@@ -168,11 +162,6 @@ class Requests:
             known = ", ".join(sorted(n.node_id for n in self.cache.cluster.nodes.values() if n.alive)) or "none"
             raise PoisonMessage(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
         fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
-        await self.bus.publish(fact, received.envelope)
-
-    async def on_tune(self, received: Message[TuneRequested]) -> None:
-        study_id = study_id_for(received.envelope.source, received.envelope.id)
-        fact = StudyRejected(study_id=study_id, name=received.event.name, reason=NO_STUDIES)
         await self.bus.publish(fact, received.envelope)
 
     async def on_invalid(self, raw: RawMessage, error: InvalidData) -> None:

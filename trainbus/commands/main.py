@@ -25,6 +25,7 @@ from trainbus.commands import (
     scheduler,
     stack,
     trace,
+    tune,
 )
 
 FAILED = 1
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 for group in (stack, runs, results, report, trace, lake, cluster):
     app.add_typer(group.app)
+app.add_typer(tune.app, name="tune", rich_help_panel="Runs")
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(models.app, name="models", rich_help_panel="Runs")

@@ -25,7 +25,17 @@ from trainbus.embedded.servers import NatsServer, S3Server, free_ports, port_is_
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")
 #: Every service but the workers, of which each node has one.
-SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation", "serving")
+SERVICES = (
+    "gateway",
+    "scheduler",
+    "ingestion",
+    "sharding",
+    "checkpoint",
+    "tracking",
+    "evaluation",
+    "serving",
+    "tuning",
+)
 WORKER = "worker"
 #: Runs only where pools scale.
 AUTOSCALER = "autoscaler"

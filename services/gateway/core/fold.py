@@ -45,6 +45,8 @@ R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
 ADDED_FIELDS = (
     "packages",
+    "study",
+    "trial",
     "evaluate.metric",
     "evaluate.mode",
     "evaluation.checkpoint",

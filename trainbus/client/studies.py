@@ -1,0 +1,220 @@
+"""Studies as a program sees them: requested, folded from their facts, stopped, and their best parameters submitted."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from contracts import subjects, topology
+from contracts.base import study_id_for
+from contracts.events.study import StudyAccepted, StudyFact, StudyRejected
+from contracts.events.train import StopStudyRequested, TrainRequested, TuneRequested
+from contracts.spec.study import Parameter
+from contracts.state.study import Studies, Study, Trial
+from services.tuning.core.admission import example_value
+from services.tuning.core.decide import TRAINING, best_request
+from trainbus.client.connection import SOURCE, Connection, StoredEvent, derive_run_id
+from trainbus.client.errors import NotFoundError, UsageError, invalid_request
+from trainbus.client.package import pack_project
+from trainbus.client.submission import LOWER_IS_BETTER, build_request, locate_code, upload_package
+from trainbus.client.submission_check import check_submission
+from trainbus.client.submit_options import SubmitOptions
+
+if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStudy:
+    """A study that was requested: its id is known before the service has accepted it."""
+
+    study_id: str
+    name: str
+    event_id: str
+    request: TuneRequested
+
+
+def read_study_file(path: Path) -> dict[str, Any]:
+    """Return the body of a tune.requested in a JSON file.
+
+    Raises:
+        UsageError: the file holds no JSON object.
+    """
+    try:
+        body = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no readable JSON file: {error}") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"{path} must hold a JSON object: the body of a tune.requested")
+    return body
+
+
+def parse_parameter(text: str) -> tuple[str, Any]:
+    """Return name and values of ``lr=1e-5..1e-2:log``, ``batch=32,64,128`` or ``warmup=100..2000``.
+
+    Raises:
+        UsageError: the text is none of these.
+    """
+    name, sign, values = text.partition("=")
+    if not sign or not name or not values:
+        raise UsageError(f"--space {text!r}: give a name and its values: lr=1e-5..1e-2:log or batch=32,64,128")
+    if ".." not in values:
+        return name, [_parse_value(value) for value in values.split(",")]
+    try:
+        return name, Parameter.model_validate(values).model_dump(exclude_defaults=True)
+    except ValidationError as error:
+        reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise UsageError(f"--space {text!r}: {reason}") from None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def parse_objective(text: str) -> dict[str, str]:
+    """Return metric and mode of ``validation/accuracy`` or ``latency:min``; names of losses and errors mean ``min``.
+
+    Raises:
+        UsageError: the mode is neither ``min`` nor ``max``.
+    """
+    metric, _, mode = text.rpartition(":") if ":" in text else (text, "", "")
+    mode = mode or ("min" if LOWER_IS_BETTER.search(metric) else "max")
+    if not metric or mode not in ("min", "max"):
+        raise UsageError(f"--metric {text!r}: give a metric, and whether less or more is better: validation/loss:min")
+    return {"metric": metric, "mode": mode}
+
+
+async def submit_study(
+    client: AsyncClient,
+    body: Mapping[str, Any],
+    project: Path | None = None,
+    task: str | None = None,
+    event_id: str | None = None,
+    **options: Any,
+) -> SubmittedStudy:
+    """Pack and upload the project of a study's run, request the study and return it.
+
+    ``body`` is a tune.requested. ``options`` (see SubmitOptions) override fields of its ``run``.
+
+    Raises:
+        UsageError: the study or its run is not valid; nothing was sent.
+    """
+    run_options: SubmitOptions = {**options, "request": dict(body.get("run") or {})}  # type: ignore[typeddict-item]
+    folder, task = locate_code(project, task, run_options)
+    package = pack_project(folder) if folder is not None else None
+    run = build_request(folder, task, package, client.address.bucket_code, run_options)
+    wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
+    wanted.setdefault("name", run.name)
+    try:
+        request = TuneRequested.model_validate(wanted)
+    except ValidationError as error:
+        raise invalid_request(error, wanted, TuneRequested) from error
+    if options.get("check") is not False:
+        await check_submission(_example_run(run, request), package)
+    if package is not None and run.code is not None and request.run is not None:
+        code = run.code.model_copy(update={"uri": await upload_package(client.address, package, run.code.uri)})
+        request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
+    event_id = await client.connection.publish_request(request, event_id or uuid.uuid4().hex)
+    return SubmittedStudy(study_id_for(SOURCE, event_id), request.name or "", event_id, request)
+
+
+def _example_run(run: TrainRequested, request: TuneRequested) -> TrainRequested:
+    """Return the run with one point of the space, for the check before the upload."""
+    params: dict[str, Any] = {}
+    for name, parameter in (request.space or {}).items():
+        if not name.startswith(TRAINING) and parameter.is_active(params):
+            params[name] = example_value(parameter)
+    return run.model_copy(update={"params": {**run.params, **params}})
+
+
+async def read_studies(connection: Connection) -> Studies:
+    """Return every study as its facts add up."""
+    return fold_studies(await connection.read(subjects.study()))
+
+
+def fold_studies(events: Sequence[StoredEvent]) -> Studies:
+    """Fold stored facts of studies. Pure."""
+    studies = Studies()
+    for stored in events:
+        if isinstance(stored.event, StudyFact):
+            studies.apply(stored.event, stored.sequence)
+    return studies
+
+
+async def read_study(connection: Connection, reference: str) -> Study:
+    """Return a study by its id, the beginning of its id, or its name (the newest of that name).
+
+    Raises:
+        NotFoundError: there is no such study, or the reference is of several.
+        UsageError: it was rejected.
+    """
+    events = await connection.read(subjects.study())
+    studies = fold_studies(events).studies
+    found = [s for s in studies.values() if s.study_id.startswith(reference)]
+    found = [s for s in found if s.study_id == reference] or found or _named(studies.values(), reference)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NotFoundError(f"{reference!r} begins the ids of {len(found)} studies: give more of it")
+    for stored in events:
+        if isinstance(stored.event, StudyRejected) and reference in (stored.event.study_id, stored.event.name):
+            raise UsageError(f"study {stored.event.study_id} was rejected: {stored.event.reason}")
+    raise NotFoundError(f"there is no study {reference!r}: `trainbus tune ls` lists those that there are")
+
+
+def _named(studies: Any, name: str) -> list[Study]:
+    return [study for study in studies if study.spec.name == name][-1:]
+
+
+async def wait_for_answer(connection: Connection, study_id: str) -> StudyAccepted | StudyRejected:
+    """Return the service's answer to a request for a study, as soon as it is there."""
+    async for batch in connection.follow(topology.FACTS, subjects.study(study_id)):
+        for stored in batch:
+            if isinstance(stored.event, StudyAccepted | StudyRejected):
+                return stored.event
+    raise AssertionError("unreachable")
+
+
+async def stop_study(connection: Connection, study_id: str, reason: str = "stopped by request") -> str:
+    """Request the end of a study, and return the request's id."""
+    return await connection.publish_request(StopStudyRequested(study_id=study_id, reason=reason))
+
+
+def best_trial(study: Study, trial: int | None = None) -> Trial:
+    """Return the best finished trial of a study, also while it runs; or the trial of that number.
+
+    Raises:
+        UsageError: no trial has finished, or there are several best ones, or there is no such trial.
+    """
+    from services.tuning.core.optuna_study import best_trials
+
+    if trial is not None:
+        if not 0 <= trial < len(study.trials):
+            raise UsageError(f"study {study.study_id} has no trial {trial}: it has {len(study.trials)}")
+        return study.trials[trial]
+    best = best_trials(study)
+    if not best:
+        raise UsageError(f"study {study.study_id} has no finished trial yet (`trainbus tune show {study.study_id}`)")
+    if len(best) > 1:
+        listed = ", ".join(map(str, best))
+        raise UsageError(f"the trials {listed} are best, each in its way: choose one with --trial")
+    return study.trials[best[0]]
+
+
+async def submit_best(connection: Connection, study: Study, trial: Trial) -> tuple[str, TrainRequested]:
+    """Request a run with a trial's parameters and everything else as the study's run says; return its id.
+
+    The same trial of the same study is one run, however often it is submitted.
+    """
+    request = best_request(study, trial)
+    event_id = await connection.publish_request(request, f"best/{study.study_id}/{trial.number}")
+    return derive_run_id(event_id), request

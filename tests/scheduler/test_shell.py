@@ -18,7 +18,7 @@ import pytest
 from nats.errors import NoRespondersError
 
 from contracts import subjects, topology
-from contracts.base import run_id_for, study_id_for
+from contracts.base import run_id_for
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
@@ -149,15 +149,6 @@ async def test_bad_requests_are_answered_and_disturb_nothing(settings: Settings,
         await join(bus, "n1", 1)
         good = await request(bus, "train", COMMAND, "good")
         await until(bus, f"run.{good}.placed")
-
-
-async def test_a_study_is_rejected_in_words(settings: Settings, bus: Bus) -> None:
-    async with running(settings):
-        await request(bus, "tune", {"name": "sweep", "space": {"lr": [1e-3, 1e-4]}}, "sweep-1")
-        [rejected] = await until(bus, "study.*.rejected")
-        study_id = study_id_for(SOURCE, "sweep-1")
-        assert (rejected.event.study_id, rejected.event.name) == (study_id, "sweep")
-        assert "no studies yet" in rejected.event.reason
 
 
 async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> None:

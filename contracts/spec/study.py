@@ -137,7 +137,7 @@ class Sampler(SpecPart):
     population: int | None = Field(None, ge=2, le=MAX_TRIALS)
 
 
-class Pruning(SpecPart):
+class PruningMethod(SpecPart):
     """When a trial ends before its last epoch.
 
     ``median``, ``asha`` and ``hyperband`` end it for good, by Optuna. ``extrapolation`` pauses it at a rung and goes on
@@ -166,7 +166,7 @@ class StudyOptions(SpecPart):
     #: Trials that run at a time.
     parallel: int = Field(2, ge=1, le=1000)
     sampler: Sampler = Sampler()
-    pruning: Pruning = Pruning()
+    pruning: PruningMethod = PruningMethod()
     #: Scripts: the parameter that says for how many epochs to train. A task trains ``run.training.epochs``.
     epochs_param: str | None = Field(None, max_length=200)
     #: Scripts: how many epochs a whole trial has; a task's are ``run.training.epochs``.

@@ -99,7 +99,7 @@ class Study:
                     trial.state, trial.reason = "cancelled", fact.reason
         elif isinstance(fact, TrialSuggested):
             if fact.trial == len(self.trials):
-                self.trials.append(_begin(fact))
+                self.trials.append(_make_trial(fact))
         elif fact.trial < len(self.trials):
             _change(self.trials[fact.trial], fact)
 
@@ -138,7 +138,7 @@ class Studies:
         return (study, trial) if trial.run_id == run_id else None
 
 
-def _begin(fact: TrialSuggested) -> Trial:
+def _make_trial(fact: TrialSuggested) -> Trial:
     return Trial(
         fact.trial,
         fact.run_id,

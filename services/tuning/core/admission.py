@@ -146,7 +146,8 @@ def _run_problems(spec: StudyFields) -> list[Problem]:
         TrainRequested.model_validate({**body, "name": spec.name})
     except ValidationError as error:
         return [
-            Problem(field=f"run.{field}".rstrip("."), message=text) for field, text in describe_problems(error, body)
+            Problem(field=".".join(filter(None, ("run", field))), message=text)
+            for field, text in describe_problems(error, body)
         ]
     return []
 

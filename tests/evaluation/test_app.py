@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -665,3 +666,49 @@ async def test_aliases_and_gates_are_set_once_and_bad_requests_say_why(rig: Rig)
     for case, (handle, request, words) in handlers.items():
         with pytest.raises(PoisonMessage, match=words):
             await handle(rig.ask(request, case))
+
+
+async def test_many_candidates_at_once_with_kills_make_one_order(
+    rig: Rig, make_bus: Callable[..., Any], objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two instances handle every message, and each is killed again and again before or after it publishes."""
+    count = 12
+    rivals = [rig, Rig(await make_bus("evaluation"), await make_bus(), objects, rig.settings)]
+    ended = [await rig.trained(f"r{number:02d}") for number in range(count)]
+    await rig.evaluator.settle_all()
+    ended += [await rig.measured(evaluation_id(f"r{number:02d}"), 0.5 + number / 100) for number in range(count)]
+    chance = random.Random(3)
+    for each in rivals:
+
+        async def dying(message: OutgoingMessage, send: Any = each.bus.send) -> PublishAck:
+            if chance.random() < 0.15:
+                raise Killed
+            ack = await send(message)
+            if chance.random() < 0.15:
+                raise Killed
+            return ack
+
+        monkeypatch.setattr(each.bus, "send", dying)
+
+    async def handle(instance: Rig, messages: list[Message[Any]]) -> None:
+        for message in messages:
+            while True:
+                try:
+                    await instance.evaluator.on_run_ended(message)
+                    break
+                except Killed:
+                    instance.restarted()
+
+    shuffled = chance.sample(ended[count:], count)
+    await asyncio.gather(handle(rivals[0], shuffled), handle(rivals[1], shuffled[::-1]))
+    champions = await rig.champions()
+    assert [version for version, _ in champions] == list(range(1, len(champions) + 1))
+    order = [run_id for _, run_id in champions]
+    assert order == sorted(set(order)), "each champion is better than the one before, and champion once"
+    assert order[-1] == f"r{count - 1:02d}"
+    for number in range(count):
+        run_id = f"r{number:02d}"
+        settled = await rig.facts(f"run.{run_id}.promoted") + await rig.facts(f"run.{run_id}.not_promoted")
+        assert len(settled) == 1
+        assert len(await rig.facts(f"run.{run_id}.evaluated")) == 1
+        assert (run_id in order) == (settled[0].fact == "promoted")

@@ -101,7 +101,7 @@ def _paired(comparison: Comparison) -> str:
         f"Two equal models differ by as much with a chance of {paired.p_value:.2g}."
     )
     line = comparison.criteria.min_improvement if found.is_of_metric else None
-    return f"<p>{_interval(paired.low, paired.mean, paired.high, span, line)} {escape(words)}</p>"
+    return f"<p>{_interval(paired.low, paired.mean, paired.high, span, line)}<br>{escape(words)}</p>"
 
 
 def _interval(low: float, mean: float, high: float, span: float, line: float | None = None) -> str:

@@ -21,7 +21,7 @@ from trainbus.embedded.launch import read_stack
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "docs" / "scripts.md"
 #: In this order: one stack serves all of them, and the last commands of the last page stop it.
-PAGES = ["scripts.md", "tuning.md", "quickstart.md"]
+PAGES = ["scripts.md", "tuning.md", "serving.md", "quickstart.md"]
 
 PAGE = """
 ```sh

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from contracts import subjects, topology
 from contracts.base import Request
-from contracts.events.model import ModelFact, ModelPromoted
+from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelFact, ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
@@ -60,6 +60,9 @@ class ModelRecord:
     settings: ModelSettings = field(default_factory=ModelSettings)
     #: Run -> the fact that says what its promotion waits for.
     pending: dict[str, RunPromotionPending] = field(default_factory=dict)
+    #: The version that answers requests, and why it is not a newer one.
+    served_version: int | None = None
+    serving_problem: str = ""
 
     @property
     def champion(self) -> ModelVersion | None:
@@ -92,6 +95,8 @@ class ModelRecord:
             "versions": self.versions,
             "gates": self.settings.gates.model_dump(mode="json", exclude_defaults=True),
             "configuration": self.settings.configuration,
+            "served_version": self.served_version,
+            "serving_problem": self.serving_problem,
             "aliases": {alias: fact.version for alias, fact in self.settings.aliases.items()},
             "pending": [
                 {"run_id": run_id, "awaits": fact.awaits, "reason": fact.reason}
@@ -118,6 +123,11 @@ def fold_models(events: Iterable[StoredEvent]) -> dict[str, ModelRecord]:
                 record.pending[event.run_id] = event
             case RunPromoted() | RunNotPromoted():
                 record.pending.pop(event.run_id, None)
+            case ModelDeployed():
+                record.served_version, record.serving_problem = event.version, ""
+            case ModelDeployFailed():
+                record.served_version = event.serving_version
+                record.serving_problem = f"version {event.version} is not served ({event.stage}): {event.reason}"
             case ModelFact():
                 record.settings.apply(event)
     return found

@@ -55,10 +55,13 @@ async def _list(client: AsyncClient, *, as_json: bool, only_champions: bool = Fa
         print("no champions yet: a run with `evaluation` competes for one")
     else:
         _print_models(found)
+        if client.address.serving_url:
+            print(f"they answer at {client.address.serving_url} (POST /predict/MODEL; /docs has their fields)")
 
 
 def _print_models(found: dict[str, ModelRecord]) -> None:
-    table = render.table("model", "version", "run", "metrics", "aliases", "since", right=("version", "since"))
+    columns = ("model", "version", "run", "metrics", "aliases", "since", "served")
+    table = render.table(*columns, right=("version", "since", "served"))
     now = render.utc_now()
     for record in found.values():
         champion = record.champion
@@ -69,9 +72,14 @@ def _print_models(found: dict[str, ModelRecord]) -> None:
             render.numbers(champion.metrics) if champion else "",
             render.escape(_aliases(record)),
             render.ago(champion.promoted_at, now) if champion else "",
+            "-" if record.served_version is None else f"v{record.served_version}",
         )
     render.console().print(table)
     for record in found.values():
+        if record.serving_problem:
+            render.console().print(
+                f"[yellow]{record.model}:[/] {render.escape(record.serving_problem)}", soft_wrap=True
+            )
         _print_pending(record)
 
 

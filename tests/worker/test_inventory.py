@@ -32,6 +32,13 @@ class FakeNvml:
     """NVML of two GPUs, the second one cut into slices that do not fill all places."""
 
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_TEMPERATURE_GPU = 0
+    nvmlClocksEventReasonGpuIdle = 0x01
+    nvmlClocksEventReasonSwPowerCap = 0x04
+    nvmlClocksEventReasonHwSlowdown = 0x08
+    nvmlClocksEventReasonSwThermalSlowdown = 0x20
+    nvmlClocksEventReasonHwThermalSlowdown = 0x40
+    nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
 
     class NVMLError(Exception): ...
 
@@ -84,6 +91,12 @@ class FakeNvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return 300_000
 
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 66
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+        return self.nvmlClocksEventReasonHwThermalSlowdown if handle == "GPU-1" else self.nvmlClocksEventReasonGpuIdle
+
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
         if handle == "GPU-1":
             raise self.NVMLError("Not Supported")
@@ -119,6 +132,12 @@ def test_mig_slice_reports_what_the_driver_measures(monkeypatch: pytest.MonkeyPa
     assert values["system/gpu_0_memory_usage_percentage"] == 50
     assert values["system/gpu_0_power_usage_watts"] == 300
     assert "system/gpu_0_utilization_percentage" not in values
+    assert (values["system/gpu_0_temperature_celsius"], values["system/gpu_0_throttled"]) == (66, 1)
+
+
+def test_idle_clocks_are_no_throttling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert measure_gpus([find_gpus()[0]])["system/gpu_0_throttled"] == 0
 
 
 GPUS = (

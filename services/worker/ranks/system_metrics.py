@@ -17,6 +17,8 @@ from services.worker.ranks.journal_follower import JournalFollower, Publish
 log = structlog.get_logger(__name__)
 
 MEBIBYTE = 2**20
+#: NVML's reasons for clocks below what was asked for: too much heat or power.
+THROTTLING_REASONS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 
 
 class SystemMeter:
@@ -59,7 +61,7 @@ class SystemMeter:
 
 
 def measure_gpus(gpus: list[Gpu]) -> dict[str, float]:
-    """Return load, memory and power of GPUs."""
+    """Return load, memory, power, temperature and throttling of GPUs."""
     values: dict[str, float] = {}
     with suppress(NvmlUnavailable), open_nvml() as nvml:
         for number, gpu in enumerate(gpus):
@@ -67,13 +69,23 @@ def measure_gpus(gpus: list[Gpu]) -> dict[str, float]:
                 memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
                 values[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEBIBYTE
                 values[f"system/gpu_{number}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
-            with suppress(nvml.NVMLError):
-                # Power is the whole GPU's, also for a MIG slice; the driver reports no load then.
+            # Power and what follows are the whole GPU's, also for a MIG slice; the driver reports no load then.
+            try:
                 board = nvml.nvmlDeviceGetHandleByUUID(gpu.board)
+            except nvml.NVMLError:
+                continue
+            with suppress(nvml.NVMLError):
                 values[f"system/gpu_{number}_power_usage_watts"] = nvml.nvmlDeviceGetPowerUsage(board) / 1000
                 values[f"system/gpu_{number}_utilization_percentage"] = float(
                     nvml.nvmlDeviceGetUtilizationRates(board).gpu
                 )
+            with suppress(nvml.NVMLError):
+                temperature = nvml.nvmlDeviceGetTemperature(board, nvml.NVML_TEMPERATURE_GPU)
+                values[f"system/gpu_{number}_temperature_celsius"] = float(temperature)
+            with suppress(nvml.NVMLError):
+                reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(board)
+                throttling = (getattr(nvml, f"nvmlClocksEventReason{name}") for name in THROTTLING_REASONS)
+                values[f"system/gpu_{number}_throttled"] = float(any(reasons & reason for reason in throttling))
     return values
 
 

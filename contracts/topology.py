@@ -264,7 +264,7 @@ SERVICES: dict[str, ServiceEvents] = {
         # What the run cost follows from its placements.
         follows=_events(
             run="accepted prepared completed failed cancelled rejected evaluated promotion_pending promoted "
-            "not_promoted checkpoint_committed placed released exited",
+            "not_promoted checkpoint_committed checkpoint_deleted placed released exited",
             model="promoted configured approved staged",
         ),
     ),

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
+from contracts.manifest import artifacts_of
 from contracts.spec.run import Code, RunSpec
 from services.kit.bus import Bus
 from services.kit.chunks import restore_file
 from services.kit.kept_files import unpack_files
 from services.kit.model_folder import (
-    ARTIFACTS,
     MODEL_FILES,
     ModelFolderError,
     VerifiedManifest,
@@ -77,7 +77,9 @@ class ModelBuilder:
                     if spec.task is None:
                         found = await self._write_kept(objects, manifest, folder)
                     else:
-                        found = await self._write_task(objects, manifest, run, spec, folder)
+                        # The model's own artifacts are part of it; those of the run are on its page.
+                        await write_model_folder(StoreSource(objects), manifest, spec, folder)
+                        found = folder
                 except (ModelFolderError, ObjectNotFound, ObjectCorrupted) as error:
                     raise ModelLeftOut(f"the checkpoint is not whole: {error}") from error
             if spec.task is not None:
@@ -93,23 +95,16 @@ class ModelBuilder:
         raise ModelLeftOut(f"run {run_id} has committed no checkpoint {uri}")
 
     def _check_size(self, manifest: VerifiedManifest, spec: RunSpec) -> None:
-        wanted = [file for file in manifest.files if spec.task is None or MODEL_FILES.fullmatch(file.path)]
-        size_bytes = sum(file.size_bytes for file in wanted)
+        files = manifest.files
+        if spec.task is not None:
+            weights = (file for file in files if MODEL_FILES.fullmatch(file.path))
+            files = (*weights, *artifacts_of(files).values())
+        size_bytes = sum(file.size_bytes for file in files)
         if size_bytes > self._settings.model_max_bytes:
             raise ModelLeftOut(
                 f"the model has {size_bytes:,} bytes, more than TRAINBUS_MODEL_MAX_BYTES "
                 f"({self._settings.model_max_bytes:,}): fetch it with `trainbus fetch {manifest.commit.run_id}`"
             )
-
-    async def _write_task(
-        self, objects: ObjectStore, manifest: VerifiedManifest, run: Run, spec: RunSpec, folder: Path
-    ) -> Path:
-        await write_model_folder(StoreSource(objects), manifest, spec, folder)
-        for artifact in run.artifacts:
-            path = folder / ARTIFACTS / artifact.name
-            if artifact.size_bytes <= self._settings.artifact_max_bytes and is_inside(path, folder):
-                await objects.download(artifact.uri, path, sha256=artifact.sha256)
-        return folder
 
     async def _write_kept(self, objects: ObjectStore, manifest: VerifiedManifest, folder: Path) -> Path:
         """Write what a script kept; return the MLflow model in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import LATENCY_BUCKETS
+from services.kit.metrics import LATENCY_BUCKETS, counter
 
 BEHIND = Gauge("trainbus_tracking_behind", "Facts that are not in MLflow yet (messages pending or in work).")
 OUTAGE = Gauge("trainbus_tracking_mlflow_away", "1 while MLflow does not answer; facts wait, none is lost.")
@@ -16,8 +16,8 @@ POINTS = Counter("trainbus_tracking_points_total", "Metric points written to MLf
 DROPPED = Counter(
     "trainbus_tracking_points_dropped_total", "Metric points that MLflow cannot store (impossible step or time)."
 )
-ALIASES_MOVED = Counter(
+ALIASES_MOVED = counter(
     "trainbus_tracking_aliases_moved_total",
     "Aliases of models that somebody has moved in MLflow, by what was done: repaired or reported.",
-    ["outcome"],
+    outcome=("repaired", "reported"),
 )

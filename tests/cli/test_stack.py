@@ -125,7 +125,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def test_it_says_what_runs_where(up: Up) -> None:
     text = until(lambda: "ready after" in (out := up.output.read_text()) and out)
     names = {each["name"] for each in up.info().processes}
-    assert names == {"nats", "s3", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "gateway", "node-0"}
+    services = {"scheduler", "ingestion", "sharding", "checkpoint", "tracking", "tuning", "serving", "gateway"}
+    assert names == {"nats", "s3", *services, "node-0"}
     assert all(name in text for name in names)
     assert up.info().gateway_url in text
     # A person who looks for a service with ps finds it by its name.

@@ -1,14 +1,15 @@
-"""``trainbus replay``: a projection of the log, made anew."""
+"""``trainbus replay``: the gateway's read model, or an MLflow, made anew from the log."""
 
 from __future__ import annotations
 
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainbus.client.errors import TrainbusError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
 
@@ -16,12 +17,49 @@ if TYPE_CHECKING:
     from services.tracking.replay import ReplaySummary
     from trainbus.client.address import StackAddress
 
-app = typer.Typer(no_args_is_help=True, help="Make a projection of the log anew.")
+app = typer.Typer()
 
 
-@app.callback()
-def _group() -> None:
-    """Keep ``tracking`` a command of its own: typer would merge a single one into the group."""
+@app.callback(invoke_without_command=True)
+def replay(
+    context: typer.Context,
+    start: Annotated[
+        str | None, typer.Option("--from", help="A sequence number of FACTS, or an ISO 8601 time.")
+    ] = None,
+    data_dir: DataDir = None,
+    stack: StackName = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild the gateway's read model from the log."""
+    if context.invoked_subcommand is None:
+        _rebuild_read_model(start, choose_data_dir(data_dir, stack), as_json=as_json)
+    elif start is not None or data_dir is not None or stack is not None or as_json:
+        raise UsageError(f"give the options after the command: `trainbus replay {context.invoked_subcommand} ...`")
+
+
+def _rebuild_read_model(start: str | None, data_dir: Path | None, *, as_json: bool) -> None:
+    from services.gateway.rebuild import rebuild
+    from trainbus.client.address import find_address
+
+    address = find_address(data_dir)
+    settings = address.settings()
+    if address.data_dir is not None:
+        settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})
+    sequence: int | None = None
+    moment: datetime | None = None
+    if start is not None:
+        try:
+            sequence, moment = (int(start), None) if start.isdigit() else (None, datetime.fromisoformat(start))
+        except ValueError as error:
+            raise UsageError(f"--from {start!r} is neither a sequence number nor an ISO 8601 time") from error
+    done = run(rebuild(settings, from_sequence=sequence, from_time=moment))
+    if as_json:
+        print(render.as_json(done))
+    else:
+        print(
+            f"the gateway's read model: {done.runs} runs from {done.to_sequence} facts in {done.seconds:.2f} s, "
+            f"read from sequence {done.from_sequence} on"
+        )
 
 
 @app.command("tracking")

@@ -12,7 +12,6 @@ import time
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -20,10 +19,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from trainbus.client.address import find_address, find_data_dir, find_running_data_dir
+from trainbus.client.address import find_data_dir, find_running_data_dir
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir
 from trainbus.embedded.launch import (
     StackError,
     StackInfo,
@@ -351,36 +350,3 @@ def publish_mlflow_url(data_dir: Path, url: str) -> Iterator[None]:
         yield
     finally:
         file.unlink(missing_ok=True)
-
-
-@app.command(rich_help_panel=PANEL)
-def replay(
-    start: Annotated[
-        str | None, typer.Option("--from", help="A sequence number of FACTS, or an ISO 8601 time.")
-    ] = None,
-    data_dir: DataDir = None,
-    stack: StackName = None,
-    as_json: Json = False,
-) -> None:
-    """Rebuild the gateway's read model from the log."""
-    from services.gateway.rebuild import rebuild
-
-    address = find_address(choose_data_dir(data_dir, stack))
-    settings = address.settings()
-    if address.data_dir is not None:
-        settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})
-    sequence: int | None = None
-    moment: datetime | None = None
-    if start is not None:
-        try:
-            sequence, moment = (int(start), None) if start.isdigit() else (None, datetime.fromisoformat(start))
-        except ValueError as error:
-            raise UsageError(f"--from {start!r} is neither a sequence number nor an ISO 8601 time") from error
-    done = run(rebuild(settings, from_sequence=sequence, from_time=moment))
-    if as_json:
-        print(render.as_json(done))
-    else:
-        print(
-            f"the gateway's read model: {done.runs} runs from {done.to_sequence} facts in {done.seconds:.2f} s, "
-            f"read from sequence {done.from_sequence} on"
-        )

@@ -21,7 +21,7 @@ from trainbus.embedded.layout import StackOptions
 
 pytestmark = [pytest.mark.e2e]
 
-SERVICES = {"scheduler", "ingestion", "sharding", "worker", "checkpoint", "evaluation", "tracking"}
+SERVICES = {"scheduler", "serving", "ingestion", "sharding", "worker", "checkpoint", "evaluation", "tracking"}
 CALLER_TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 

@@ -23,7 +23,7 @@ modules = [importlib.import_module(name) for name in sys.argv[1:]]
 found = {value for module in modules for value in vars(module).values() if isinstance(value, Counter)}
 print(json.dumps(sorted(c._name for c in found if c._labelnames and not list(c.collect())[0].samples)))
 """
-#: Their labels' values are not known before they come up: event types, consumers, queues, pools, routes, streams, models.
+#: Label values that are not known at the start: event types, consumers, queues, pools, routes, streams, models.
 OPEN = {
     "trainbus_messages_handled",
     "trainbus_messages_published",

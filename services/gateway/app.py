@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 
@@ -18,6 +17,7 @@ from services.gateway.gauges import watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
+from services.kit.listener import open_listener
 from services.kit.service import Service
 from services.kit.settings import Settings
 
@@ -79,7 +79,7 @@ def _serve(service: Gateway, settings: GatewaySettings, projection: Projection, 
 
     async def serve() -> None:
         # The service opens the socket, so that a port in use ends it with an error that names the port.
-        listener = socket.create_server((settings.gateway_host, settings.gateway_port))
+        listener = open_listener(settings.gateway_host, settings.gateway_port)
         service.gateway_port = listener.getsockname()[1]
         log.info("gateway listens", url=f"http://{settings.gateway_host}:{service.gateway_port}")
         try:

@@ -8,7 +8,6 @@ import gc
 import importlib
 import importlib.metadata
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from contracts import topology
 from contracts.events.run import RunAccepted
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
+from services.kit.listener import open_listener
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.socket_files import socket_path
@@ -158,7 +158,7 @@ def _serve(service: ServingService, settings: ServingSettings, router: Router) -
 
     async def serve() -> None:
         # The service opens the socket, so that a port in use ends it with an error that names the port.
-        listener = socket.create_server((settings.serving_host, settings.serving_port))
+        listener = open_listener(settings.serving_host, settings.serving_port)
         service.serving_port = listener.getsockname()[1]
         log.info("serving listens", url=f"http://{settings.serving_host}:{service.serving_port}")
         # What is here now stays: a collection that walks through it would hold up requests.

@@ -99,7 +99,48 @@ def _mine(order: str) -> tuple[Source, ...]:
 
 README, EXACT, SCHEDULER = "README.md", "docs/exact-training.md", "docs/scheduler.md"
 HOUR = 1 / 3600
+SERVING, FIRST_DAY = "serving.json", "first-day.json"
 QUOTES = [
+    Quote(
+        README,
+        "answers after {} s, and a rollback takes {} s (medians); of {} requests a second none failed in {} swaps",
+        tuple(Source(SERVING, key) for key in ("first_answer_s_p50", "rollback_s_p50", "rate_per_s", "swaps")),
+    ),
+    Quote(
+        README,
+        "of a script of one's own: {} commands, {} s with the installation, {} s without",
+        tuple(
+            Source(FIRST_DAY, f"figures/{key}")
+            for key in ("commands_to_first_model", "seconds_to_first_model", "seconds_without_install")
+        ),
+    ),
+    Quote(
+        "docs/quickstart.md",
+        "takes {} s on two cores, {} s without the environment and the installation; "
+        "the next model takes {} commands and {} s",
+        tuple(
+            Source(FIRST_DAY, f"figures/{key}")
+            for key in (
+                "seconds_to_first_model",
+                "seconds_without_install",
+                "commands_for_second_model",
+                "seconds_for_second_model",
+            )
+        ),
+    ),
+    Quote(
+        "docs/serving.md",
+        "answered {} s after its promotion (p99 {} s), the old one {} s after a rollback (at most {} s)",
+        tuple(
+            Source(SERVING, key)
+            for key in ("first_answer_s_p50", "first_answer_s_p99", "rollback_s_p50", "rollback_s_max")
+        ),
+    ),
+    Quote(
+        "docs/serving.md",
+        "The p99 of requests was {} ms within a swap, while a process starts on the same cores, and {} ms outside",
+        (Source(SERVING, "p99_ms_in_a_swap"), Source(SERVING, "p99_ms_outside")),
+    ),
     Quote(README, "the whole stack, ready | {} s | {} s", (of_wait("stack_ready"), of_wait("stack_ready", "ray_s"))),
     Quote(
         README,

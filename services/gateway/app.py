@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
 
 import structlog
-import uvicorn
 
 from contracts import topology
 from services.gateway.api import build_api
@@ -17,7 +14,7 @@ from services.gateway.gauges import watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
-from services.kit.listener import open_listener
+from services.kit.http_server import serve_http
 from services.kit.service import Service
 from services.kit.settings import Settings
 
@@ -33,13 +30,6 @@ class Gateway(Service):
     """A service with an HTTP interface of its own; ``gateway_port`` is where it listens once it is ready."""
 
     gateway_port: int | None = None
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # The service's frame handles signals.
-        yield
 
 
 def build(settings: Settings) -> Gateway:
@@ -66,37 +56,11 @@ def build(settings: Settings) -> Gateway:
 
 
 def _serve(service: Gateway, settings: GatewaySettings, projection: Projection, files: RunFiles) -> None:
-    config = uvicorn.Config(
-        build_api(service, projection, files, settings),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-        server_header=False,
-    )
-    server = _Server(config)
-    ended = asyncio.Event()
+    def report_port(port: int | None) -> None:
+        service.gateway_port = port
 
-    async def serve() -> None:
-        # The service opens the socket, so that a port in use ends it with an error that names the port.
-        listener = open_listener(settings.gateway_host, settings.gateway_port)
-        service.gateway_port = listener.getsockname()[1]
-        log.info("gateway listens", url=f"http://{settings.gateway_host}:{service.gateway_port}")
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            listener.close()
-            service.gateway_port = None
-            ended.set()
-
-    async def stop() -> None:
-        server.should_exit = True
-        if service.gateway_port is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), GRACE_S + 2)
-
-    service.add_background_task(serve)
-    service.add_stop_action(stop)
+    api = build_api(service, projection, files, settings)
+    serve_http(service, api, settings.gateway_host, settings.gateway_port, grace_s=GRACE_S, report_port=report_port)
 
 
 async def _prune(store: Store) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import structlog
-import uvicorn
 
 from contracts import topology
 from contracts.events.run import RunAccepted
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
-from services.kit.listener import open_listener
+from services.kit.http_server import serve_http
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.socket_files import socket_path
@@ -43,13 +40,6 @@ class ServingService(Service):
     """A service with an HTTP interface of its own; ``serving_port`` is where it listens once it is ready."""
 
     serving_port: int | None = None
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # The service's frame handles signals.
-        yield
 
 
 class Deployments:
@@ -145,37 +135,12 @@ def _warm_server(settings: ServingSettings) -> WarmServer:
 
 
 def _serve(service: ServingService, settings: ServingSettings, router: Router) -> None:
-    config = uvicorn.Config(
-        build_api(router, importlib.metadata.version("trainbus"), settings.serving_max_body_bytes),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-        server_header=False,
-    )
-    server = _Server(config)
-    ended = asyncio.Event()
+    def report_port(port: int | None) -> None:
+        service.serving_port = port
+        if port is not None:
+            # What is here now stays: a collection that walks through it would hold up requests.
+            gc.collect()
+            gc.freeze()
 
-    async def serve() -> None:
-        # The service opens the socket, so that a port in use ends it with an error that names the port.
-        listener = open_listener(settings.serving_host, settings.serving_port)
-        service.serving_port = listener.getsockname()[1]
-        log.info("serving listens", url=f"http://{settings.serving_host}:{service.serving_port}")
-        # What is here now stays: a collection that walks through it would hold up requests.
-        gc.collect()
-        gc.freeze()
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            listener.close()
-            service.serving_port = None
-            ended.set()
-
-    async def stop() -> None:
-        server.should_exit = True
-        if service.serving_port is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), GRACE_S + 2)
-
-    service.add_background_task(serve)
-    service.add_stop_action(stop)
+    api = build_api(router, importlib.metadata.version("trainbus"), settings.serving_max_body_bytes)
+    serve_http(service, api, settings.serving_host, settings.serving_port, grace_s=GRACE_S, report_port=report_port)

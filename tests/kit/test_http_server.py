@@ -1,4 +1,4 @@
-"""The listener of a service's HTTP interface."""
+"""The socket of a service's HTTP interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from services.kit.listener import open_listener
+from services.kit.http_server import open_listener
 
 
 async def test_an_answer_in_two_parts_is_sent_at_once() -> None:

@@ -24,7 +24,7 @@ from trainbus.trainer.world import World
 Columns = dict[str, Any]
 
 
-class Measured(Task):
+class EightNumbers(Task):
     """A model of eight numbers, and a ``predict`` that each test chooses."""
 
     def __init__(self, kind: Any, columns: Callable[[Tensor, Tensor], Any]) -> None:
@@ -72,7 +72,7 @@ def measure(
 
 
 def test_a_regression(dataset: Dataset, tmp_path: Path) -> None:
-    task = Measured("regression", lambda value, label: (value, label))
+    task = EightNumbers("regression", lambda value, label: (value, label))
     metrics, predictions = measure(task, dataset, tmp_path, "test/rmse")
     table = predictions.table()
     assert predictions.info.score_of == "mse"
@@ -82,7 +82,7 @@ def test_a_regression(dataset: Dataset, tmp_path: Path) -> None:
 
 
 def test_a_ranking_has_one_score_a_query(dataset: Dataset, tmp_path: Path) -> None:
-    task = Measured(
+    task = EightNumbers(
         "ranking",
         lambda value, label: {"prediction": value, "target": label, "query": [f"q{int(n) % 3}" for n in label]},
     )
@@ -96,7 +96,7 @@ def test_a_ranking_has_one_score_a_query(dataset: Dataset, tmp_path: Path) -> No
 
 
 def test_language_modelling(dataset: Dataset, tmp_path: Path) -> None:
-    task = Measured(
+    task = EightNumbers(
         "language-modelling",
         lambda value, label: {"nll": 8 + value.abs(), "tokens": torch.full_like(label, 8), "correct": label},
     )
@@ -113,7 +113,7 @@ def test_language_modelling(dataset: Dataset, tmp_path: Path) -> None:
 def test_the_score_is_of_the_metric_that_counts_where_it_is_one_of_samples(
     mode: str, dataset: Dataset, tmp_path: Path
 ) -> None:
-    task = Measured(None, lambda value, label: (label, label))
+    task = EightNumbers(None, lambda value, label: (label, label))
     metrics, predictions = measure(task, dataset, tmp_path, "validation/size", mode)
     sign = 1 if mode == "max" else -1
     assert predictions.info.score_of == "size"
@@ -121,7 +121,7 @@ def test_the_score_is_of_the_metric_that_counts_where_it_is_one_of_samples(
 
 
 def test_a_score_of_its_own_is_kept(dataset: Dataset, tmp_path: Path) -> None:
-    task = Measured("regression", lambda value, label: {"prediction": value, "target": label, "score": label})
+    task = EightNumbers("regression", lambda value, label: {"prediction": value, "target": label, "score": label})
     _, predictions = measure(task, dataset, tmp_path, "test/rmse")
     table = predictions.table()
     assert table["score"].to_pylist() == table["target"].to_pylist()
@@ -137,6 +137,6 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_kept_fails_with_the_tasks_name(case: str, dataset: Dataset, tmp_path: Path) -> None:
     columns, words = BAD[case]
-    with pytest.raises(TaskError, match=rf"Measured\.predict\(\).*{words}"):
-        measure(Measured(None, columns), dataset, tmp_path)
+    with pytest.raises(TaskError, match=rf"EightNumbers\.predict\(\).*{words}"):
+        measure(EightNumbers(None, columns), dataset, tmp_path)
     assert not list((tmp_path / "g1").iterdir())

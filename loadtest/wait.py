@@ -32,8 +32,11 @@ from contracts.envelope import ANONYMOUS_SOURCE
 from loadtest.common import report
 from services.kit.bus import Bus
 from trainbus.client.address import find_address
+from trainbus.client.package import pack_project
+from trainbus.client.submission import upload_package
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo import main as demo
+from trainbus.commands.demo.project import EXAMPLE
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
@@ -93,8 +96,10 @@ async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress)
     bus = Bus("loadtest", settings)
     await bus.connect(reconcile_topology=False)
     await demo_lake.fill_lake(settings, "lake", demo_lake.draw_scans(), lambda _: None)
-    package = await demo.upload_example(address)
-    probe = Probe(bus, package.code(address.bucket_code))
+    package = pack_project(EXAMPLE)
+    code = package.code(address.bucket_code)
+    await upload_package(address, package, code["uri"])
+    probe = Probe(bus, code)
     bar = progress.add_task("runs", total=repeat)
     for number in range(repeat):
         run_id, published = await probe.publish({"name": "line", "command": ["echo", "hello"]})

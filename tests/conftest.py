@@ -37,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("core")
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case of bytes by their length: a test has one id in every process, and a line of its own in a log."""
+    return f"{len(val)}_bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give the tests, and the processes that they start, a state folder in which no stack of the user is known."""

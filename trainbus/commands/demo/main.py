@@ -12,6 +12,7 @@ import json
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import trainbus
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
@@ -30,30 +30,24 @@ from trainbus.client.address import StackAddress, find_data_dir
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.package import CodePackage, pack_project
 from trainbus.client.runs import NODE_FACTS, apply_progress, fold_events
 from trainbus.client.submission import upload_package
 from trainbus.client.views import RunView, StackView
 from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
+from trainbus.commands.demo.project import BROKEN_TASK, EXAMPLE, HELD_TASK, describe_holds, pack_demo_project
 from trainbus.commands.demo.screen import Screen
-from trainbus.commands.demo.served_model import (
-    BROKEN_TASK,
-    ServedDemo,
-    Wait,
-    pack_broken_project,
-    show_answer,
-    show_refusal,
-)
+from trainbus.commands.demo.served_model import ServedDemo, Wait, show_answer, show_refusal
 from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
+from trainbus.step_hold import StepHold
 
-#: The example's folder in a checkout.
-EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
 #: Seconds without an event after which the demo fails; a loaded machine is slow, but not silent.
 SILENCE_S = 90.0
-#: The share of run one after which the second request arrives.
-HALF_WAY = 0.4
+#: The share of run one after which the second request arrives, and the shares at which run one waits until it has been
+#: shrunk, and until it has grown back. Progress is reported some steps late: the first must be reported before the
+#: second is reached.
+HALF_WAY, SHRINKS_AT, GROWS_AT = 0.4, 0.5, 0.8
 STRAGGLER_FACTOR = 20.0
 FIRST, SECOND, BROKEN = "digits", "digits-urgent", "digits-broken"
 #: Long enough for a second run in the middle, short enough to watch.
@@ -210,25 +204,43 @@ async def _play_demo(demo: Demo, data_dir: Path | None, scans: Future[dict[str, 
             asyncio.create_task(_redraw(demo)),
         ]
         try:
-            first = example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0)
-            demo.first = await _publish(connection, first)
-            demo.screen.runs[demo.first] = FIRST
-            demo.screen.print_line(f"published train.requested for {FIRST!r}: {demo.first}")
-            await _wait_until(changed, followers, lambda: _is_half_way(demo.view(demo.first)))
-            second = example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
-            demo.second = await _publish(connection, second)
-            demo.screen.runs[demo.second] = SECOND
-            demo.screen.print_line(
-                f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}"
-            )
-            if client.address.serving_url:
-                await _wait_until(changed, followers, lambda: demo.view(demo.first).ended)
-                demo.broken = await _publish(connection, await broken_request(client.address))
-            await _wait_until(changed, followers, lambda: demo.is_finished)
+            await _play_runs(demo, client, code, lambda holds: _wait_until(changed, followers, holds))
             if client.address.serving_url:
                 await _show_serving(demo, client, scans.result(), lambda holds: _wait_until(changed, followers, holds))
         finally:
             await cancel_and_wait(*followers)
+
+
+async def _play_runs(demo: Demo, client: AsyncClient, code: dict[str, Any], wait: Wait) -> None:
+    """Request the runs, and see the first one shrink for the second, grow back, and both get a verdict."""
+    with (
+        tempfile.TemporaryDirectory(prefix="trainbus-demo-") as folder,
+        StepHold(Path(folder, "until-shrunk")) as until_shrunk,
+        StepHold(Path(folder, "until-grown")) as until_grown,
+    ):
+        first = example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0)
+        first["env"] = describe_holds({until_shrunk.path: SHRINKS_AT, until_grown.path: GROWS_AT})
+        demo.first = await _request_run(demo, client.connection, {**first, "task": HELD_TASK})
+        await wait(lambda: _is_half_way(demo.view(demo.first)))
+        demo.screen.print_line(f"half-way: {SECOND!r} has priority 10 and needs two slots")
+        second = example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
+        demo.second = await _request_run(demo, client.connection, second)
+        await wait(lambda: _is_shrunk(demo.view(demo.first)))
+        until_shrunk.release()
+        await wait(lambda: _is_grown_back(demo.view(demo.first)))
+        until_grown.release()
+        if client.address.serving_url:
+            await wait(lambda: demo.view(demo.first).ended)
+            demo.broken = await _publish(client.connection, broken_request(code))
+        await wait(lambda: demo.is_finished)
+
+
+async def _request_run(demo: Demo, connection: Connection, body: dict[str, Any]) -> str:
+    """Publish a request for a run that the screen shows; return the run's id."""
+    run_id = await _publish(connection, body)
+    demo.screen.runs[run_id] = body["name"]
+    demo.screen.print_line(f"published train.requested for {body['name']!r}: {run_id}")
+    return run_id
 
 
 async def _show_serving(demo: Demo, client: AsyncClient, scans: dict[str, bytes], wait: Wait) -> None:
@@ -241,12 +253,9 @@ async def _show_serving(demo: Demo, client: AsyncClient, scans: dict[str, bytes]
         await show_refusal(demo.served, view, demo.screen, client.connection, url, demo.broken, scans, wait)
 
 
-async def broken_request(address: StackAddress) -> dict[str, Any]:
-    """Upload the broken project and return the request for it."""
-    package = pack_broken_project(EXAMPLE)
-    await upload_package(address, package, package.code(address.bucket_code)["uri"])
-    slots = {"min": 1, "max": 1}
-    body = example_request(BROKEN, package.code(address.bucket_code), BROKEN_TRAINING, slots, 0)
+def broken_request(code: dict[str, Any]) -> dict[str, Any]:
+    """Return the request for the run that cannot be served."""
+    body = example_request(BROKEN, code, BROKEN_TRAINING, {"min": 1, "max": 1}, 0)
     # Nothing measures it, so no gate keeps it away: an operator promotes it.
     del body["evaluation"], body["retention"]
     return {**body, "task": BROKEN_TASK}
@@ -268,16 +277,11 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
 
 async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
     stage = demo.screen.stage("code package")
-    package = await upload_example(address)
+    package = pack_demo_project()
+    code = package.code(address.bucket_code)
+    await upload_package(address, package, code["uri"])
     demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
-    return package.code(address.bucket_code)
-
-
-async def upload_example(address: StackAddress) -> CodePackage:
-    """Upload the example's code package."""
-    package = pack_project(EXAMPLE)
-    await upload_package(address, package, package.code(address.bucket_code)["uri"])
-    return package
+    return code
 
 
 def example_request(
@@ -352,6 +356,23 @@ def _is_half_way(view: RunView) -> bool:
     return view.state == "running" and bool(view.total_steps) and view.step >= HALF_WAY * (view.total_steps or 0)
 
 
+def _shrunk_at(view: RunView) -> int | None:
+    """Return after which placement the run got fewer slots; None: it did not."""
+    pairs = itertools.pairwise(view.resizes)
+    return next((number for number, (before, after) in enumerate(pairs) if after < before), None)
+
+
+def _is_shrunk(view: RunView) -> bool:
+    return view.ended or _shrunk_at(view) is not None
+
+
+def _is_grown_back(view: RunView) -> bool:
+    """Whether the run got more slots again; one that has ended does not get them any more."""
+    shrunk_at = _shrunk_at(view)
+    later = () if shrunk_at is None else view.resizes[shrunk_at + 1 :]
+    return view.ended or any(after > before for before, after in itertools.pairwise(later))
+
+
 def _is_settled(view: RunView) -> bool:
     if view.state == "completed":
         return bool(view.verdict and view.mlflow_run_id)
@@ -375,10 +396,10 @@ def _check(demo: Demo) -> list[str]:
         elif view.exactness != "exact":
             problems.append(f"{called} is {view.exactness or 'not said to be exact'}: {view.exactness_reason}")
     sizes = demo.view(demo.first).resizes
-    shrunk = next((i for i, (a, b) in enumerate(itertools.pairwise(sizes)) if b < a), None)
-    if shrunk is None:
+    shrunk_at = _shrunk_at(demo.view(demo.first))
+    if shrunk_at is None:
         problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
-    elif not any(b > a for a, b in itertools.pairwise(sizes[shrunk + 1 :])):
+    elif max(sizes[shrunk_at + 1 :]) == sizes[shrunk_at + 1]:
         problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
     ingested = stack_view.datasets.get(demo.first)
     bad = sum(ingested.quarantined.values()) if ingested else None

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from contracts.events.train import PromoteRequested, RollbackRequested
 from trainbus.client.connection import Connection
-from trainbus.client.package import CodePackage, pack_project
 from trainbus.client.views import StackView
 from trainbus.commands.demo.screen import Screen
 
 MODEL = "digits"
-BROKEN_TASK = "broken_task:Broken"
-#: A task that works where it is trained, and nowhere else.
-BROKEN_SOURCE = '''"""Digits whose predictions need a file that only training has."""
-
-import os
-from pathlib import Path
-
-from task import Digits
-
-
-class Broken(Digits):
-    def predict(self, model, batch):
-        Path(os.environ.get("TRAINBUS_LAUNCH", "launch.json")).read_bytes()
-        return super().predict(model, batch)
-'''
 #: What a picture's greys are drawn with, from dark to light.
 SHADES = " .:-=+*#%@"
 #: Waits until a condition on the stack holds.
@@ -62,15 +44,6 @@ class ServedDemo:
         elif self.answer_after != self.answer:
             found.append(f"beside the broken promotion the model answered {self.answer_after or 'nothing'}")
         return found
-
-
-def pack_broken_project(example: Path) -> CodePackage:
-    """Pack the example with the broken task beside its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        for path in example.glob("*.py"):
-            (Path(folder) / path.name).write_bytes(path.read_bytes())
-        (Path(folder) / "broken_task.py").write_text(BROKEN_SOURCE)
-        return pack_project(Path(folder))
 
 
 async def show_answer(
@@ -107,8 +80,9 @@ async def show_refusal(
     seen.refusal = view.models[MODEL].serving_problem
     picture = next(body for name, body in sorted(scans.items()) if name.startswith("7/"))
     seen.answer_after, version = await ask(url, picture)
-    await connection.publish_request(RollbackRequested(model=MODEL, reason="the demo mends it"))
+    # Read before the request: its answer may be here before the request returns.
     broken = view.models[MODEL].version
+    await connection.publish_request(RollbackRequested(model=MODEL, reason="the demo mends it"))
     await wait(lambda: view.models[MODEL].version > broken and view.models[MODEL].served_version != version)
     screen.done(stage, f"{seen.refusal[:160]}; version {version} went on answering, and a rollback mended it")
 

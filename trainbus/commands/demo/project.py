@@ -1,0 +1,72 @@
+"""The demo's code package: the example's project, and two tasks of the demo's own beside it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import trainbus
+from trainbus.client.package import CodePackage, pack_project
+
+#: The example's folder in a checkout.
+EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
+
+#: Waits at steps that the demo names, so that what is shown of a run depends on no machine's speed.
+HELD_TASK = "held_task:HeldDigits"
+#: By the path of a hold, the share of the steps at which the run waits for it.
+HOLDS_VARIABLE = "DEMO_HOLDS"
+HELD_SOURCE = '''"""Digits whose training waits at some of its steps for the demo."""
+
+import json
+import os
+from pathlib import Path
+
+from task import Digits
+
+from trainbus.step_hold import wait_while_held
+
+
+class HeldDigits(Digits):
+    def schedule(self, optimizer, total_steps):
+        self.steps, self.total_steps = super().schedule(optimizer, total_steps), total_steps
+        return self.steps
+
+    def loss(self, model, batch):
+        if model.training:
+            for path, share in json.loads(os.environ.get("DEMO_HOLDS", "{}")).items():
+                if self.steps.last_epoch >= share * self.total_steps:
+                    wait_while_held(Path(path))
+        return super().loss(model, batch)
+'''
+
+#: Works where it is trained, and nowhere else.
+BROKEN_TASK = "broken_task:Broken"
+BROKEN_SOURCE = '''"""Digits whose predictions need a file that only training has."""
+
+import os
+from pathlib import Path
+
+from task import Digits
+
+
+class Broken(Digits):
+    def predict(self, model, batch):
+        Path(os.environ.get("TRAINBUS_LAUNCH", "launch.json")).read_bytes()
+        return super().predict(model, batch)
+'''
+
+
+def pack_demo_project() -> CodePackage:
+    """Pack the example with the demo's tasks beside its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in EXAMPLE.glob("*.py"):
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+        for task, source in ((HELD_TASK, HELD_SOURCE), (BROKEN_TASK, BROKEN_SOURCE)):
+            (Path(folder) / f"{task.partition(':')[0]}.py").write_text(source)
+        return pack_project(Path(folder))
+
+
+def describe_holds(holds: dict[Path, float]) -> dict[str, str]:
+    """Return the environment of a run that waits for ``holds``, each at a share of its steps."""
+    return {HOLDS_VARIABLE: json.dumps({str(path): share for path, share in holds.items()})}

@@ -297,6 +297,34 @@ KeyError: 'f0'
             -9, ["step 3"], "killed by SIGKILL (out of memory?); its last line of output: step 3", False, id="killed"
         ),
         pytest.param(137, ["step 3", "Killed"], "killed by SIGKILL (out of memory?)", False, id="killed below a shell"),
+        pytest.param(
+            134,
+            [*SCRIPT_TRACEBACK, "terminate called without an active exception", "Aborted (core dumped)"],
+            "KeyError: 'f0' (src/loop.py:4, in main); then killed by SIGABRT",
+            False,
+            id="aborts while it exits",
+        ),
+        pytest.param(
+            134,
+            ["rank 1 breaks", "terminate called without an active exception", "Aborted"],
+            "killed by SIGABRT; its last line of output: rank 1 breaks",
+            False,
+            id="exits with words and aborts",
+        ),
+        pytest.param(
+            -6,
+            [*SCRIPT_TRACEBACK, "step 4", "terminate called after throwing an instance of 'c10::E'", "  what():  bad"],
+            "killed by SIGABRT; its last line of output: what():  bad",
+            False,
+            id="aborts long after an exception",
+        ),
+        pytest.param(
+            139,
+            ["step 3", "Segmentation fault"],
+            "killed by SIGSEGV; its last line of output: step 3",
+            False,
+            id="segv",
+        ),
     ],
 )
 def test_a_failed_command_is_explained_by_what_it_printed(

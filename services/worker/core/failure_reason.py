@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -23,6 +24,12 @@ _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*)|:?)$")
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 #: The wrapper's own complaint about a program: "sh: 1: train: not found", "sh: line 1: ./t.sh: Permission denied".
 _SHELL_COMPLAINT = re.compile(r"^(?:/bin/)?(?:sh|bash|dash): (?:line )?\d+: (?:exec: )?(?P<program>.+?): [A-Za-z ]+$")
+#: What stands below a program's own last words when it aborts: a shell that waits for it names the signal.
+_SIGNAL_NAMES = frozenset(filter(None, map(signal.strsignal, signal.valid_signals())))
+_CORE_DUMPED = " (core dumped)"
+#: A C++ library aborts the process. Threads of gloo do when Python exits while a group is open, and throw nothing.
+_TERMINATED = re.compile(r"^(?:terminate called |libc\+\+abi: terminating)")
+_NOTHING_THROWN = "without an active exception"
 #: Python's own complaint about the script that it is to run.
 _NO_SCRIPT = re.compile(r"can't open file '(?P<file>.+)': \[Errno 2\]")
 
@@ -41,6 +48,13 @@ class _Traceback:
     text: str
     #: (file, line, function), the innermost last.
     frames: tuple[tuple[str, str, str], ...]
+    #: The number of lines up to its end.
+    ends_at: int
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether no other attempt can change it."""
+        return self.name.rpartition(".")[2] in PERMANENT_EXCEPTIONS
 
 
 def explain_exit(
@@ -50,18 +64,12 @@ def explain_exit(
     printed = [_RANK_PREFIX.sub("", line).rstrip() for line in lines]
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
     if code < 0 or 128 < code < 160:
-        killed = describe_exit(code).removeprefix("was ")
-        if killed.endswith("SIGKILL"):
-            killed += " (out of memory?)"
-        # A shell that waits for the killed program prints a line of its own.
-        printed_last = f"; its last line of output: {last}" if last and last != "Killed" else ""
-        return FailureReason(_shorten(killed + printed_last))
+        return _explain_signal(code, printed, code_folder)
     if (refused := _explain_refusal(code, last, command)) is not None:
         return refused
     found = _last_traceback(printed)
     if found is not None:
-        name = found.name.rpartition(".")[2]
-        return FailureReason(_shorten(found.text + _place(found, code_folder)), name in PERMANENT_EXCEPTIONS)
+        return FailureReason(_shorten(found.text + _place(found, code_folder)), found.is_permanent)
     if (script := _NO_SCRIPT.search(last)) is not None and code == 2:
         file = _relative(script["file"], code_folder) or script["file"]
         return FailureReason(
@@ -72,6 +80,27 @@ def explain_exit(
     if not last:
         return FailureReason(f"{describe_exit(code)} and printed nothing")
     return FailureReason(_shorten(f"{last} (exit code {code})"))
+
+
+def _explain_signal(code: int, printed: Sequence[str], code_folder: PurePath | None) -> FailureReason:
+    """Return the reason of a process that a signal ended. One that aborts while it exits has failed before."""
+    killed = describe_exit(code).removeprefix("was ")
+    own = [line for line in printed if not _is_about_signal(line)]
+    if killed.endswith("SIGABRT"):
+        end = next((number for number, line in enumerate(own) if _TERMINATED.match(line)), len(own))
+        found = _last_traceback(own[:end])
+        if found is not None and found.ends_at == end:
+            text = f"{found.text}{_place(found, code_folder)}; then {killed}"
+            return FailureReason(_shorten(text), found.is_permanent)
+    if killed.endswith("SIGKILL"):
+        killed += " (out of memory?)"
+    return FailureReason(_shorten(f"{killed}; its last line of output: {own[-1].strip()}" if own else killed))
+
+
+def _is_about_signal(line: str) -> bool:
+    """Whether a shell or the C++ runtime printed the line because of the signal, or nothing is on it."""
+    text = line.strip().removesuffix(_CORE_DUMPED)
+    return not text or text in _SIGNAL_NAMES or (text.endswith(_NOTHING_THROWN) and bool(_TERMINATED.match(text)))
 
 
 def _explain_refusal(code: int, last: str, command: Sequence[str]) -> FailureReason | None:
@@ -109,8 +138,10 @@ def _last_traceback(lines: Sequence[str]) -> _Traceback | None:
         if frames:
             text = lines[number]
             more = lines[number + 1].strip() if number + 1 < len(lines) else ""
-            # torch lists what is wrong below such a line.
-            return _Traceback(match["name"], f"{text} {more}" if text.endswith(":") and more else text, tuple(frames))
+            if text.endswith(":") and more:
+                # torch lists what is wrong below such a line.
+                return _Traceback(match["name"], f"{text} {more}", tuple(frames), number + 2)
+            return _Traceback(match["name"], text, tuple(frames), number + 1)
     return None
 
 

@@ -1,6 +1,7 @@
 # make run      the demo: stack, data, two runs, preemption, evaluation, promotion
-# make check    lint, types, the tests of cores: under three minutes, for every edit
-# make test     every test          make lint   ruff, mypy --strict, import-linter
+# make check    lint, types, the tests that need no server: for every edit
+# make test     every test, the cheapest lane first; ARGS="--lane servers -k lease" for some of them
+# make lint     ruff, mypy --strict, import-linter
 # make up       the stack           make fuzz   new random examples, ROUNDS times
 # All of it works in .venv, which is made from requirements.lock with plain pip.
 
@@ -26,10 +27,10 @@ up: $(INSTALLED)
 	@$(BIN)/trainbus up
 
 test: $(INSTALLED) $(DEEPSPEED) $(INTEGRATIONS) $(BROWSER)
-	$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m tests.suite $(ARGS)
 
-check: lint
-	$(BIN)/python -m pytest -q -m core $(ARGS)
+check: lint $(DEEPSPEED) $(INTEGRATIONS) $(BROWSER)
+	@$(BIN)/python -m tests.suite --lane cores $(ARGS)
 
 # `make test` draws the same examples each time, so that it tells of the change and not of the draw.
 ROUNDS ?= 10

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest_asyncio
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from tests.suite.longest import LONGEST_FILES
 from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
@@ -27,14 +29,45 @@ hypothesis.settings.load_profile("same")
 SERVER_FIXTURES = frozenset({"nats_server", "s3_server"})
 SHELL_MARKERS = frozenset({"e2e", "docker", "shell"})
 
+#: Fixtures that return the folder of a stack, and how much of each of its logs a report has.
+STACK_FOLDERS = ("stack_folder", "tmp_path")
+LOG_LINES, LOG_END_BYTES = 15, 20_000
+
+#: Variables of whoever runs the tests that would change what the tests do.
+FOREIGN_VARIABLES = ("TRAINBUS_", "MLFLOW_", "AWS_", "OTEL_", "DEMO_", "OMP_NUM_THREADS")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the environment the tests' own, before xdist starts its workers and any test a process."""
+    for name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES)]:
+        del os.environ[name]
+    os.environ["TZ"] = "UTC"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test that needs neither a server nor another process as ``core``: ``make check`` runs these."""
+    """Mark the lane of each test (tests/suite/lanes.py), and let the files that take longest come first."""
     for item in items:
         uses_server = not SERVER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
-        is_shell = item.path.parent.name == "e2e" or any(item.get_closest_marker(name) for name in SHELL_MARKERS)
-        if not uses_server and not is_shell:
+        if item.path.parent.name == "e2e":
+            item.add_marker("e2e")
+        elif not uses_server and not any(item.get_closest_marker(name) for name in SHELL_MARKERS):
             item.add_marker("core")
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    root = Path(__file__).parents[1]
+    items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the ends of the logs of a stack's processes to the report of a test that failed on it."""
+    report = yield
+    if report.failed:
+        funcargs = getattr(item, "funcargs", {})
+        for folder in {funcargs[name] for name in STACK_FOLDERS if name in funcargs}:
+            for log in sorted(folder.rglob("logs/*.log")):
+                end = log.read_bytes()[-LOG_END_BYTES:].decode(errors="replace").splitlines()[-LOG_LINES:]
+                report.sections.append((f"end of {log.relative_to(folder)}", "\n".join(end)))
+    return report
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

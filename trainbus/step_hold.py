@@ -7,7 +7,6 @@ run, and on another machine, where there is no such file, the run goes on.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -25,6 +24,8 @@ class StepHold:
 
     def __init__(self, path: Path) -> None:
         """Create the file and lock it."""
+        import fcntl  # only where ranks run, which is not Windows
+
         self.path = path
         self._file = path.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -52,6 +53,8 @@ def wait_while_held(path: Path) -> None:
 
 def is_held(path: Path) -> bool:
     """Return whether a process has the hold."""
+    import fcntl
+
     try:
         with path.open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,0 +1,24 @@
+"""The lanes of the suite: what a test needs decides where it runs, and whether it may run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Tests that need the same things."""
+
+    name: str
+    #: pytest's expression for its tests; tests/conftest.py sets the markers.
+    marker: str
+    what: str
+    #: A test that fails runs again, alone. What needs no other process has no reason to differ then.
+    retries: bool
+
+
+LANES = (
+    Lane("cores", "core", "needs neither a server nor another process", retries=False),
+    Lane("servers", "not core and not e2e", "nats-server, S3, or processes of their own", retries=True),
+    Lane("stacks", "e2e", "whole stacks, with real training", retries=True),
+)

@@ -28,7 +28,9 @@ MAX_FLAKY = 2
 def run_pytest(arguments: list[str], folder: Path) -> tuple[int, list[Outcome]]:
     """Run pytest in a process of its own, without standard input; return its exit code and how each test ended."""
     file = Path(tempfile.mkstemp(dir=folder, suffix=".jsonl")[1])
-    command = [sys.executable, "-m", "pytest", "-p", "tests.suite.outcomes", "--outcomes", str(file), *arguments]
+    # The root is named, because pytest would look for it above each path on its command line.
+    options = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), f"--outcomes={file}"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.suite.outcomes", *options, *arguments]
     code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
     return code, read_outcomes(file)
 

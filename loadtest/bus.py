@@ -145,9 +145,9 @@ def compare(rates: dict[str, list[float]]) -> tuple[list[tuple[str, str, str]], 
     for name, values in rates.items():
         against = ""
         if name.startswith("kit"):
-            _, workers, wait = name.split("-")
+            _, of_workers, wait = name.split("-")
             targets = {"kit-1-0ms": " (target 0.6)", "kit-16-2ms": " (target 2.0)"}
-            asynchronous, synchronous = (ratios[f"kit-{workers}_to_thin-{t}_{wait}"] for t in ("async", "sync"))
+            asynchronous, synchronous = (ratios[f"kit-{of_workers}_to_thin-{t}_{wait}"] for t in ("async", "sync"))
             against = f"{asynchronous:.2f}{targets.get(name, '')}; {synchronous:.2f} of one that waits for each answer"
         rows.append((name, f"{statistics.median(values):,.0f} messages/s", against))
     medians = {name: statistics.median(values) for name, values in rates.items()}

@@ -84,7 +84,7 @@ def train(model: Gpt, optimizer: torch.optim.Optimizer, steps: int, data: Iterat
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         f"{names[parameter]}/{key}": value
         for parameter, values in optimizer.state.items()

@@ -212,7 +212,7 @@ async def _gets(objects: ObjectStore, bucket: str, count: int, prefix: str, into
 
 def _write(path: Path, content: bytes, offset: int) -> None:
     with path.open("r+b") as file:
-        write_at(file.fileno(), content, offset)
+        write_at(file, content, offset)
 
 
 async def upload(megabytes: int, repeats: int) -> None:

@@ -45,8 +45,9 @@ def draw_error(random: Any, samples: int, spread: float, gain: float) -> tuple[A
     return champion, candidate + gain
 
 
-def promotes(champion: Any, candidate: Any, least: float, seed: int) -> bool:
-    """Whether the gates promote a candidate with these scores."""
+def promotes(scores: tuple[Any, Any], least: float, seed: int) -> bool:
+    """Whether the gates promote the second of two models with these scores."""
+    champion, candidate = scores
     gates = ModelGates(min_improvement=least, confidence=CONFIDENCE)
     difference = compare_paired(candidate - champion, CONFIDENCE, seed)
     found = PredictionComparison(ModelPicture(len(champion)), None, difference, is_of_metric=True)
@@ -59,8 +60,8 @@ def measure(draw: Any, samples: int, share: float, comparisons: int, seed: int) 
     random = np.random.default_rng(seed)
     champion, candidate = draw(random, 200_000, share, 0.0)
     least = MINIMUM_ERRORS * float((candidate - champion).std()) / math.sqrt(samples)
-    same = sum(promotes(*draw(random, samples, share, 0.0), 0.0, number) for number in range(comparisons))
-    better = sum(promotes(*draw(random, samples, share, 2 * least), least, number) for number in range(comparisons))
+    same = sum(promotes(draw(random, samples, share, 0.0), 0.0, number) for number in range(comparisons))
+    better = sum(promotes(draw(random, samples, share, 2 * least), least, number) for number in range(comparisons))
     return {
         "samples": samples,
         "differing_share": share,

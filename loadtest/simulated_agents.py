@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from contracts import subjects, topology
 from contracts.events.node import NodeJoined, NodeLeft
@@ -96,7 +98,7 @@ class SimulatedAgents:
             fact = RunReleased(run_id=placed.run_id, generation=placed.generation, node_id=member.node_id)
             await self.bus.publish(fact)
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -144,7 +144,7 @@ def _measure(loop: Loop, checkpoints: int, folder: Path) -> tuple[list[float], .
     for number in range(checkpoints + 1):
         without = [loop.step()[0] for _ in range(5)]
         started = time.perf_counter()
-        loop.checkpoints.save(loop.progress, ema=None, metrics={})
+        loop.checkpoints.save(loop.progress, epoch=loop.progress.epoch, ema=None, metrics={})
         called = time.perf_counter() - started
         during, held = [], 0.0
         while loop.checkpoints.is_writing:
@@ -180,7 +180,7 @@ def _raw_write(path: Path, size_bytes: int) -> None:
 
 
 def _peers(loop: Loop, folder: Path, repeats: int) -> dict[str, float]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
     tensors, place = loop.tensors(), folder / "peer"
 
@@ -200,7 +200,7 @@ def _peers(loop: Loop, folder: Path, repeats: int) -> dict[str, float]:
     return {
         "torch.save": synced(lambda: torch.save(tensors, place)),
         "safetensors.save_file": synced(lambda: save_file(tensors, place)),
-        "DCP": synced(lambda: dcp.save(tensors, checkpoint_id=place, no_dist=True)),
+        "DCP": synced(lambda: save_distributed(tensors, checkpoint_id=place, no_dist=True)),
     }
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ class Watch:
             async with self._moved:
                 self._moved.notify_all()
 
+    def _has_facts_since(self, known: int) -> bool:
+        return self.facts != known
+
     async def until(self, condition: Callable[[], bool], what: str, patience_s: float) -> None:
         """Wait until it is so, for as long as facts come.
 
@@ -81,7 +85,7 @@ class Watch:
                 known = self.facts
                 try:
                     async with asyncio.timeout(patience_s):
-                        await self._moved.wait_for(lambda known=known: self.facts != known)
+                        await self._moved.wait_for(partial(self._has_facts_since, known))
                 except TimeoutError:
                     counts = {name: len(runs) for name, runs in self.at.items()}
                     text = f"waited for {what}, and no fact came for {patience_s:.0f} s; facts so far: {counts}"

@@ -41,7 +41,7 @@ from services.checkpoint.keeper import Keeper
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import chunks
 from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError
-from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.errors import ObjectCorrupted, ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import blob_sha256, split_uri
 from tests.checkpoint.facts import NODES, blob_uri, placed, sha
@@ -327,7 +327,7 @@ class Trial:
                 continue
             try:
                 content = b"".join([await chunks.read_piece(self.objects, chunk) for chunk in file.chunks])
-            except chunks.ObjectCorrupted as error:
+            except ObjectCorrupted as error:
                 if not self.corrupted.intersection(file.uris):
                     self.problems.append(f"{where}: {file.path}: {error}")
                 continue  # reading finds the changed byte

@@ -8,6 +8,7 @@ import json
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def write_flat(folder: Path, name: str, samples: Samples) -> ShardFile:
 
 def write(folder: Path, splits: Mapping[str, Samples], *, per_shard: int = 50, flat: bool = False) -> Dataset:
     """Write a dataset and open it."""
-    manifest = {
+    manifest: dict[str, Any] = {
         "version": 2,
         "format": "tokens" if flat else "images",
         "fingerprint": "0" * 64,

@@ -35,5 +35,7 @@ async def stack(stack_folder: Path) -> AsyncIterator[Stack]:
     bus, objects = connected(stack_folder)
     await bus.connect(reconcile_topology=False)
     async with objects:
-        yield Stack(stack_folder, bus, objects)
+        stack = Stack(stack_folder, bus, objects)
+        yield stack
+        await stack.end_runs()
     await bus.close()

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from services.kit.bus import Bus, Message
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import find_address
 from trainbus.embedded.launch import read_stack
+from trainbus.step_hold import StepHold
 
 PROJECT = Path(__file__).parent / "project"
 LAKE = "s3://lake/digits-small/"
@@ -58,6 +59,11 @@ def package(files: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
+def held(holds: dict[StepHold, int] | None) -> Body:
+    """Return the parameter of a task that can be held: after how many steps it waits for the release of each hold."""
+    return {"holds": {str(hold.path): step for hold, step in holds.items()}} if holds else {}
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """How a command ended, and all it printed."""
@@ -73,6 +79,8 @@ class Stack:
     data_dir: Path
     bus: Bus
     objects: ObjectStore
+    #: Every run that this test has asked for.
+    published: list[str] = field(default_factory=list)
 
     # -- input --------------------------------------------------------------
 
@@ -86,15 +94,25 @@ class Stack:
         await self.objects.put(uri, body)
         return {"uri": uri, "sha256": digest}
 
-    async def slow_run(self, *, epochs: int = 8, step_s: float = 0.03, **changes: Any) -> Body:
-        """A request that trains ``epochs`` times over the small digits, in 15 steps each."""
+    def hold(self) -> StepHold:
+        """Make a hold for runs to wait for: what must happen in mid-run happens before its end, however slow."""
+        return StepHold(self.data_dir / f"hold-{uuid.uuid4().hex}")
+
+    async def slow_run(
+        self, *, epochs: int = 8, step_s: float = 0.03, holds: dict[StepHold, int] | None = None, **changes: Any
+    ) -> Body:
+        """A request that trains ``epochs`` times over the small digits, in 15 steps each.
+
+        ``holds``: after how many steps it waits for the release of each.
+        """
+        params = {"step_s": step_s, **held(holds)}
         code = await self.upload(package({"slow_task.py": (PROJECT / "slow_task.py").read_text()}))
         body: Body = {
             "name": "slow",
             "experiment": "e2e",
             "code": code,
             "task": "slow_task:Slow",
-            "params": {"step_s": step_s},
+            "params": params,
             "slots": {"min": 1, "max": 2},
             "data": {"source": LAKE, "format": "images"},
             "training": {"epochs": epochs, "global_batch": 16, "checkpoint_every_steps": 20},
@@ -113,12 +131,26 @@ class Stack:
         event_id = uuid.uuid4().hex
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         await self.bus.js.publish(subject, raw, headers={"Nats-Msg-Id": event_id, **(headers or {})})
-        return run_id_for("nats", event_id)
+        self.published.append(run_id_for("nats", event_id))
+        return self.published[-1]
 
     async def sleeper(self, *, seconds: float, priority: int = 0) -> str:
-        """Publish a command that holds one slot for a while; return its run's id."""
+        """Publish a command that has one slot for a while; return its run's id."""
         command = ["sleep", str(seconds)]
         return await self.publish({"name": "sleeper", "command": command, "priority": priority})
+
+    async def occupant(self, hold: StepHold, priority: int = 0) -> str:
+        """Publish a command that has one slot until the hold is released; return its run's id."""
+        command = ["sh", "-c", 'while [ -e "$0" ]; do sleep 0.05; done', str(hold.path)]
+        return await self.publish({"name": "occupant", "command": command, "priority": priority})
+
+    async def end_runs(self) -> None:
+        """Cancel what still runs of this test, and wait for its end: the next test finds every slot free."""
+        for run_id in self.published:
+            facts = [message.event.fact for message in await self.facts(run_id)]
+            if "accepted" in facts and not set(facts) & set(OVER):
+                await self.bus.js.publish("cancel.requested", json.dumps({"run_id": run_id}).encode())
+                await self.wait_for(run_id, OVER[-1], or_else=OVER)
 
     async def request(self, subject: str, body: Body) -> str:
         """Publish another kind of request; return the id of the run that it makes, if it makes one."""
@@ -154,7 +186,7 @@ class Stack:
         self,
         run_id: str,
         fact: str,
-        timeout_s: float = 240.0,
+        timeout_s: float = 60.0,
         condition: Callable[[Any], bool] = lambda _: True,
         or_else: tuple[str, ...] = (),
     ) -> Any:
@@ -173,7 +205,7 @@ class Stack:
             assert time.monotonic() < deadline, f"no {fact} of {run_id} within {timeout_s:.0f} s; seen: {seen}"
         raise AssertionError("unreachable")
 
-    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 240.0, generation: int = 1) -> None:
+    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 60.0, generation: int = 1) -> None:
         """Wait until training has reported ``step`` in this generation or a later one."""
         deadline = time.monotonic() + timeout_s
         async for batch in self.bus.follow("PROGRESS", (f"progress.{run_id}",)):

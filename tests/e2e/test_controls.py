@@ -25,12 +25,13 @@ async def started(stack: Stack, run_id: str) -> tuple[int, int]:
 
 
 async def test_a_running_run_is_cancelled(stack: Stack) -> None:
-    run_id = await stack.publish(await stack.slow_run(epochs=100, **NO_VERDICT))
-    await stack.wait_for_step(run_id, 5)
-    pids = stack.rank_pids(run_id)
-    assert pids
-    await stack.request("cancel.requested", {"run_id": run_id, "reason": "no longer needed"})
-    cancelled = await stack.wait_for(run_id, "cancelled")
+    with stack.hold() as hold:
+        run_id = await stack.publish(await stack.slow_run(holds={hold: 10}, **NO_VERDICT))
+        await stack.wait_for_step(run_id, 5)
+        pids = stack.rank_pids(run_id)
+        assert pids
+        await stack.request("cancel.requested", {"run_id": run_id, "reason": "no longer needed"})
+        cancelled = await stack.wait_for(run_id, "cancelled")
     assert cancelled.reason == "no longer needed"
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
     # Its slots are free again: as many as there are can be had.
@@ -40,19 +41,15 @@ async def test_a_running_run_is_cancelled(stack: Stack) -> None:
 
 
 async def test_a_waiting_run_is_cancelled_without_ever_starting(stack: Stack) -> None:
-    holders = [await stack.sleeper(seconds=600) for _ in range(4)]
-    for holder in holders:
-        await stack.wait_for(holder, "placed")
-    run_id = await stack.sleeper(seconds=0)
-    waiting = await stack.wait_for(run_id, "waiting")
-    assert waiting.code == "slots"
-    await stack.request("cancel.requested", {"run_id": run_id})
-    await stack.wait_for(run_id, "cancelled")
+    with stack.hold() as slots_taken:
+        for occupant in [await stack.occupant(slots_taken) for _ in range(4)]:
+            await stack.wait_for(occupant, "placed")
+        run_id = await stack.sleeper(seconds=0)
+        waiting = await stack.wait_for(run_id, "waiting")
+        assert waiting.code == "slots"
+        await stack.request("cancel.requested", {"run_id": run_id})
+        await stack.wait_for(run_id, "cancelled")
     assert "placed" not in [message.event.fact for message in await stack.facts(run_id)]
-    for holder in holders:
-        await stack.request("cancel.requested", {"run_id": holder})
-    for holder in holders:
-        await stack.wait_for(holder, "cancelled")
 
 
 async def test_restoring_starts_a_new_run_where_the_old_one_was(stack: Stack) -> None:
@@ -102,13 +99,15 @@ async def restore_epoch(stack: Stack, run_id: str, epoch: int) -> str:
 
 
 async def test_a_drained_node_gets_nothing_until_it_joins_again(stack: Stack) -> None:
-    run_id = await stack.publish(await stack.slow_run(epochs=12))
-    await stack.wait_for_step(run_id, 10)
-    placed = await stack.wait_for(run_id, "placed")
-    [drained] = {member.node_id for member in placed.members}
+    drained = ""
     try:
-        await stack.request("drain.requested", {"node_id": drained, "reason": "a fan is loud"})
-        moved = await stack.wait_for(run_id, "placed", condition=lambda event: event.generation == 2)
+        with stack.hold() as hold:
+            run_id = await stack.publish(await stack.slow_run(epochs=12, holds={hold: 15}))
+            await stack.wait_for_step(run_id, 10)
+            placed = await stack.wait_for(run_id, "placed")
+            [drained] = {member.node_id for member in placed.members}
+            await stack.request("drain.requested", {"node_id": drained, "reason": "a fan is loud"})
+            moved = await stack.wait_for(run_id, "placed", condition=lambda event: event.generation == 2)
         assert drained not in {member.node_id for member in moved.members}
         assert moved.resume is not None
         # Three more than fit on the other node: they wait rather than go where nothing may go.
@@ -121,22 +120,23 @@ async def test_a_drained_node_gets_nothing_until_it_joins_again(stack: Stack) ->
             assert drained not in {member.node_id for member in last.members}
         await stack.audit(run_id, epochs=12)
     finally:
-        sequence = (await stack.bus.js.stream_info("FACTS")).state.last_seq
-        stack.kill(drained)
-        await stack.wait_for_node(drained, "joined", after=sequence)
-    again = [await stack.sleeper(seconds=1) for _ in range(4)]
-    for other in again:
-        await stack.wait_for(other, "completed", DONE_S)
-    used = [(await stack.wait_for(other, "placed")).members[0].node_id for other in again]
+        if drained:
+            sequence = (await stack.bus.js.stream_info("FACTS")).state.last_seq
+            stack.kill(drained)
+            await stack.wait_for_node(drained, "joined", after=sequence)
+    with stack.hold() as hold:
+        again = [await stack.occupant(hold) for _ in range(4)]
+        used = [(await stack.wait_for(other, "placed")).members[0].node_id for other in again]
     assert drained in used
 
 
 async def test_a_run_that_cannot_shrink_gives_way_whole_and_comes_back(stack: Stack) -> None:
-    run_id = await stack.publish(await stack.slow_run(epochs=12, slots=2))
-    await stack.wait_for_step(run_id, 10)
-    # Two find a free slot. For the third the run must go, since it cannot do with less than it has.
-    important = [await stack.sleeper(seconds=3, priority=5) for _ in range(3)]
-    preempting = await stack.wait_for(run_id, "preempting")
+    with stack.hold() as in_mid_run, stack.hold() as slots_taken:
+        run_id = await stack.publish(await stack.slow_run(epochs=12, slots=2, holds={in_mid_run: 15}))
+        await stack.wait_for_step(run_id, 10)
+        # Two find a free slot. For the third the run must go, since it cannot do with less than it has.
+        important = [await stack.occupant(slots_taken, priority=5) for _ in range(3)]
+        preempting = await stack.wait_for(run_id, "preempting")
     assert preempting.queue_reason == "preempted"
     assert preempting.reason in [f"gives way to run {other} of priority 5" for other in important]
     for other in important:

@@ -12,8 +12,9 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from tests.e2e.support import IMAGES, PROJECT, Body, Stack, digits, package
+from tests.e2e.support import IMAGES, PROJECT, Body, Stack, digits, held, package
 from trainbus.embedded.launch import read_stack
+from trainbus.step_hold import StepHold
 
 #: The first five digits alone.
 HALF = "s3://lake/digits-half/"
@@ -36,8 +37,8 @@ class Net(nn.Module):
 
 
 class Headed(Slow):
-    def __init__(self, heads=10, step_s=0.0):
-        super().__init__(step_s)
+    def __init__(self, heads=10, **params):
+        super().__init__(step_s=0.0, **params)
         self.heads = heads
 
     def model(self):
@@ -53,11 +54,11 @@ async def headed(stack: Stack, **changes: Any) -> Body:
     return {**body, **own, "training": training, "retention": {"last": 10}, **changes}
 
 
-async def half(stack: Stack, init_from: str, step_s: float = 0.0, **changes: Any) -> Body:
+async def half(stack: Stack, init_from: str, holds: dict[StepHold, int] | None = None, **changes: Any) -> Body:
     """A request that fine-tunes on half of the digits, in some forty steps."""
     data = {"source": HALF, "format": "images"}
     training = {"epochs": 5, "global_batch": 16, "checkpoint_every_steps": 10, "logical_ranks": 4, "ema_decay": 0.9}
-    params = {"heads": 5, "step_s": step_s}
+    params = {"heads": 5, **held(holds)}
     weights = {"init_from": init_from, "init_exclude": ["head.*"]}
     return await headed(stack, name="half", data=data, training=training, params=params, **{**weights, **changes})
 
@@ -108,14 +109,17 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
     expected = await digests(stack, undisturbed)
 
     # All ranks are killed before the first checkpoint; after it the run gives way to others.
-    disturbed = await stack.publish(await half(stack, checkpoint.uri, step_s=0.2))
-    await stack.wait_for_step(disturbed, 3, DONE_S)
-    for pid in stack.rank_pids(disturbed):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    await stack.wait_for(disturbed, "checkpoint_committed", DONE_S)
-    important = [await stack.sleeper(seconds=1, priority=5) for _ in range(3)]
-    await stack.wait_for(disturbed, "preempting", condition=lambda event: event.generation > 1)
+    with stack.hold() as before_checkpoint, stack.hold() as after_checkpoint, stack.hold() as slots_taken:
+        holds = {before_checkpoint: 6, after_checkpoint: 15}
+        disturbed = await stack.publish(await half(stack, checkpoint.uri, holds))
+        await stack.wait_for_step(disturbed, 3, DONE_S)
+        for pid in stack.rank_pids(disturbed):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        before_checkpoint.release()
+        await stack.wait_for(disturbed, "checkpoint_committed", DONE_S)
+        important = [await stack.occupant(slots_taken, priority=5) for _ in range(3)]
+        await stack.wait_for(disturbed, "preempting", DONE_S, condition=lambda event: event.generation > 1)
     for other in important:
         await stack.wait_for(other, "completed", DONE_S)
     await stack.wait_for(disturbed, "completed", DONE_S)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.support import PROJECT, Stack, package
+from tests.e2e.support import PROJECT, Stack, held, package
+from trainbus.step_hold import StepHold
 
 pytestmark = [pytest.mark.e2e]
 
@@ -19,23 +20,24 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DONE_S = 240.0
 
 
-async def digits_run(stack: Stack, *, epochs: int, step_s: float = 0.0, **training: Any) -> dict[str, Any]:
-    """A request that trains the digits example on the small digits, 15 steps an epoch."""
-    sources = (EXAMPLES / "digits" / "task.py", PROJECT / "slow_digits.py")
+async def digits_run(stack: Stack, *, epochs: int, hold: StepHold | None = None, **training: Any) -> dict[str, Any]:
+    """A request that trains the digits example on the small digits, 15 steps an epoch; with a hold it waits at 10."""
+    sources = (EXAMPLES / "digits" / "task.py", PROJECT / "held_digits.py")
     code = await stack.upload(package({path.name: path.read_text() for path in sources}))
     training = {"epochs": epochs, "global_batch": 16, "checkpoint_every_steps": 15, **training}
-    params = {"step_s": step_s, "width": 4}
-    return await stack.slow_run(code=code, task="slow_digits:SlowDigits", params=params, training=training)
+    params = {"width": 4, **held({hold: 10} if hold is not None else None)}
+    return await stack.slow_run(code=code, task="held_digits:HeldDigits", params=params, training=training)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed")
 async def test_deepspeed_shrinks_from_two_ranks_to_one(stack: Stack) -> None:
-    body = await digits_run(stack, epochs=6, step_s=0.1, strategy="deepspeed", zero_stage=1)
-    run_id = await stack.publish(body)
-    await stack.wait_for_step(run_id, 3)
-    # Two find a free slot; for the third the run must shrink.
-    others = [await stack.sleeper(seconds=4, priority=5) for _ in range(3)]
-    shrunk = await stack.wait_for(run_id, "placed", condition=lambda placed: placed.generation == 2)
+    with stack.hold() as in_mid_run, stack.hold() as slots_taken:
+        body = await digits_run(stack, epochs=6, hold=in_mid_run, strategy="deepspeed", zero_stage=1)
+        run_id = await stack.publish(body)
+        await stack.wait_for_step(run_id, 3, DONE_S)
+        # Two find a free slot; for the third the run must shrink.
+        others = [await stack.occupant(slots_taken, priority=5) for _ in range(3)]
+        shrunk = await stack.wait_for(run_id, "placed", DONE_S, lambda placed: placed.generation == 2)
     for other in others:
         await stack.wait_for(other, "completed", DONE_S)
     await stack.wait_for(run_id, "completed", DONE_S)

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from contracts.events.checkpoint import CheckpointRef
 from contracts.events.model import ModelDeployed, ModelDeployFailed
+from contracts.events.run import CheckpointRef
 from loadtest.served_models import ModelStore
 from services.kit.bus import Bus
 from services.kit.settings import Settings

@@ -133,8 +133,8 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
             for piece in range(pieces):
                 low, high = slice_bounds(stop - start, pieces, piece)
                 batch = case.batch(step, start + low, start + high) if high > low else None
-                place = {"first": piece == 0, "last": piece == pieces - 1}
-                strategy.backward(batch, (high - low) / BATCH, leaf=leaf, **place)
+                first, last = piece == 0, piece == pieces - 1
+                strategy.backward(batch, (high - low) / BATCH, leaf=leaf, first=first, last=last)
         norms.append(float(strategy.step(training.clip_norm).grad_norm))
     return strategy, norms
 

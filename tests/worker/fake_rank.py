@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 launch = json.loads(Path(os.environ["TRAINBUS_LAUNCH"]).read_text())
 params = launch["spec"]["params"]
@@ -20,14 +21,14 @@ stopping = threading.Event()
 link = None
 
 
-def report(**line):
+def report(**line: Any) -> None:
     os.write(journal, json.dumps({"time": time.time(), **line}).encode() + b"\n")
     if line["kind"] != "metrics" and link is not None:
         with contextlib.suppress(OSError):
             link.send(b"\n")
 
 
-def listen():
+def listen() -> None:
     global link
     seen = time.monotonic()
     while time.monotonic() - seen < launch["orphan_timeout_s"]:
@@ -48,7 +49,7 @@ def listen():
     os._exit(76)
 
 
-def checkpoint(step, final=False):
+def checkpoint(step: int, final: bool = False) -> None:
     target = folder / "checkpoints" / f"step_{step}" / f"rank_{rank}"
     target.mkdir(parents=True, exist_ok=True)
     (target / f"state_{rank}.json").write_text(json.dumps({"step": step, "rank": rank}))

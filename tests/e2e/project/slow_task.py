@@ -1,20 +1,30 @@
-"""A task whose steps take a little while without using a core: time to kill something in mid-run."""
+"""A task that can be held at a step: there is as much time as it takes to kill something in mid-run."""
 
 import io
 import time
+from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from trainbus import Task
+from trainbus.step_hold import wait_while_held
 
 
 class Slow(Task):
-    """Logistic regression on 8x8 pixels, ``step_s`` of waiting a batch."""
+    """Logistic regression on 8x8 pixels, ``step_s`` of waiting a batch.
 
-    def __init__(self, step_s: float = 0.02) -> None:
-        self.step_s = step_s
+    ``holds`` are steps by the paths of holds: after that many it waits for as long as the test has the hold.
+    """
+
+    def __init__(self, step_s: float = 0.02, holds: dict[str, int] | None = None) -> None:
+        self.step_s, self.holds = step_s, holds or {}
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
+        self.steps = LambdaLR(optimizer, lambda _: 1.0)  # a constant rate: it counts the steps, through resumes too
+        return self.steps
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -30,6 +40,9 @@ class Slow(Task):
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if model.training:
             time.sleep(self.step_s)
+            for path, step in self.holds.items():
+                if self.steps.last_epoch >= step:
+                    wait_while_held(Path(path))
         x_B88, y_B = batch
         return nn.functional.cross_entropy(model(x_B88), y_B)
 

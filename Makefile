@@ -7,14 +7,13 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Each stamp says that a step was done with the files it depends on.
+# Each stamp says that .venv was made from the files it depends on: what users need, and what the tests need besides.
 INSTALLED := .venv/.installed
-DEEPSPEED := .venv/.deepspeed
-INTEGRATIONS := .venv/.integrations
-BROWSER := .venv/.browser
+TESTABLE := .venv/.testable
+TRITON := .venv/.triton
+TEST_LOCKS := requirements.lock requirements-deepspeed.lock requirements-integrations.lock requirements-browser.lock
 
-.PHONY: run check test fuzz lint install deepspeed integrations browser lock up clean help
+.PHONY: run check test fuzz lint install testable triton deepspeed integrations browser lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -26,10 +25,11 @@ run: $(INSTALLED)
 up: $(INSTALLED)
 	@$(BIN)/trainbus up
 
-test: $(INSTALLED) $(DEEPSPEED) $(INTEGRATIONS) $(BROWSER)
-	@$(BIN)/python -m tests.suite $(ARGS)
+# WITH="chromium postgres": also the tests that need these programs of the system (tests/conftest.py lists them).
+test: $(TESTABLE)
+	@$(BIN)/python -m tests.suite $(WITH:%=--with %) $(ARGS)
 
-check: lint $(DEEPSPEED) $(INTEGRATIONS) $(BROWSER)
+check: $(TESTABLE) lint
 	@$(BIN)/python -m tests.suite --lane cores $(ARGS)
 
 # `make test` draws the same examples each time, so that it tells of the change and not of the draw.
@@ -45,30 +45,31 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 install: $(INSTALLED)
-deepspeed: $(DEEPSPEED)
-integrations: $(INTEGRATIONS)
-browser: $(BROWSER)
+testable: $(TESTABLE)
+triton: $(TRITON)
+# One environment has every extra.
+deepspeed integrations browser: testable
+
+define require-python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "trainbus needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+endef
 
 $(INSTALLED): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "trainbus needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet -r requirements.lock
-	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	$(require-python)
+	$(PYTHON) .ci/environment.py requirements.lock
 	@touch $@
 
-# Its build looks for torch, and must not compile anything on a machine without a GPU.
-$(DEEPSPEED): $(INSTALLED) requirements-deepspeed.lock
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation -r requirements-deepspeed.lock
-	@touch $@
+# With Chromium for the page: `apt-get install chromium`, or `.venv/bin/playwright install chromium`.
+$(TESTABLE): $(TEST_LOCKS) pyproject.toml
+	$(require-python)
+	$(PYTHON) .ci/environment.py $(TEST_LOCKS)
+	@touch $@ $(INSTALLED)
 
-$(INTEGRATIONS): $(INSTALLED) requirements-integrations.lock
-	$(PIP) install --quiet -r requirements-integrations.lock
-	@touch $@
-
-# It drives a Chromium of the system: `apt-get install chromium`, or `.venv/bin/playwright install chromium`.
-$(BROWSER): $(INSTALLED) requirements-browser.lock
-	$(PIP) install --quiet -r requirements-browser.lock
+# Its client needs another version of a package that trainbus has.
+$(TRITON): $(TESTABLE) requirements-triton.lock
+	$(PYTHON) -m venv .venv/triton
+	.venv/triton/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-triton.lock
 	@touch $@
 
 # The newest versions that pyproject.toml allows, in an environment of their own; then the lock files from them.
@@ -81,6 +82,10 @@ lock:
 	build/lock/bin/python -m pip install --quiet -e .[integrations]
 	build/lock/bin/python -m pip install --quiet -e .[browser]
 	build/lock/bin/python .ci/lock.py
+	$(PYTHON) -m venv build/lock/triton
+	build/lock/triton/bin/python -m pip install --quiet "tritonclient[http]"
+	{ head -n 2 requirements-triton.lock; build/lock/triton/bin/python -m pip freeze; } > build/triton.lock
+	mv build/triton.lock requirements-triton.lock
 	rm -rf build/lock
 
 # The environment and the data in .trainbus stay; `rm -rf .venv` makes the next step install anew.

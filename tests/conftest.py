@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("same")
 
 #: A test that uses one of these, or starts processes of its own (marked ``shell``), is no test of a core.
 SERVER_FIXTURES = frozenset({"nats_server", "s3_server"})
-SHELL_MARKERS = frozenset({"e2e", "docker", "shell"})
+SHELL_MARKERS = frozenset({"e2e", "needs", "shell"})
 
 #: Fixtures that return the folder of a stack, and how much of each of its logs a report has.
 STACK_FOLDERS = ("stack_folder", "tmp_path")
@@ -37,6 +37,21 @@ LOG_LINES, LOG_END_BYTES = 15, 20_000
 FOREIGN_VARIABLES = ("TRAINBUS_", "MLFLOW_", "AWS_", "OTEL_", "DEMO_", "OMP_NUM_THREADS")
 
 
+#: Programs that a machine may lack. What needs one runs if it is asked for by name, and fails then if it is not there.
+PROGRAMS = ("cc", "chromium", "docker", "node", "postgres", "promtool", "triton")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--with",
+        action="append",
+        default=[],
+        dest="programs",
+        choices=PROGRAMS,
+        help="also run the tests that need this program of the system; more than once for several",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make the environment the tests' own, before xdist starts its workers and any test a process."""
     for name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES)]:
@@ -44,8 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TZ"] = "UTC"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the lane of each test (tests/suite/lanes.py), and let the files that take longest come first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a program that was not named, mark lanes, and let the files that take longest come first."""
+    asked = set(config.getoption("programs"))
+    left_out = [item for item in items if not _needs(item) <= asked]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         uses_server = not SERVER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
         if item.path.parent.name == "e2e":
@@ -55,6 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     root = Path(__file__).parents[1]
     items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    """Return the programs that a test needs."""
+    return {program for marker in item.iter_markers("needs") for program in marker.args}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -27,13 +27,11 @@ from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.kit.bus import Bus
 from tests.gateway.conftest import RUN, SPEC, Running, life, placed, progress, ref
 
-playwright = pytest.importorskip(
-    "playwright.async_api", reason="playwright is not installed (`make browser`): the page is not opened"
-)
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: make browser")
 if TYPE_CHECKING:
     from playwright.async_api import Page, Route
 
-pytestmark = pytest.mark.shell
+pytestmark = pytest.mark.needs("chromium")
 
 #: The first of these that is installed is used, else the browser that playwright itself has downloaded.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -93,8 +91,8 @@ async def open_page(gateway: Running, viewport: dict[str, int]) -> AsyncIterator
     """Yield the gateway's page in a browser; at its end nothing may have been logged as an error."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     async with playwright.async_playwright() as driver:
-        if found is None and not Path(driver.chromium.executable_path).exists():
-            pytest.skip("there is no Chromium (`apt-get install chromium` or `playwright install chromium`)")
+        is_there = found is not None or Path(driver.chromium.executable_path).exists()
+        assert is_there, "there is no Chromium: apt-get install chromium, or .venv/bin/playwright install chromium"
         browser = await driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         try:
             page = await browser.new_page(viewport=viewport)

@@ -1,6 +1,6 @@
 """The bus tests once more, against nats-server in a container: another build, another file system.
 
-Needs a Docker engine; skipped aloud where none answers.
+Needs a Docker engine: `make test WITH=docker`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kit.test_bus import (
 )
 
 IMAGE = "nats:2.12-alpine"
-pytestmark = pytest.mark.docker
+pytestmark = pytest.mark.needs("docker")
 
 __all__ = [
     "test_a_bare_publish_from_a_shell_is_a_request",
@@ -43,21 +43,13 @@ class ContainerServer:
 
 @pytest.fixture(scope="module")
 def container() -> Iterator[str]:
-    docker = pytest.importorskip("docker")
-    try:
-        docker.from_env(timeout=3).ping()
-    except Exception as error:
-        pytest.skip(f"no Docker engine answers, so the bus tests do not run against a container: {error}")
     from testcontainers.core.config import testcontainers_config
     from testcontainers.core.container import DockerContainer
 
     # Its helper image (ryuk) cannot be pulled everywhere; the container is stopped below in any case.
     testcontainers_config.ryuk_disabled = True
     made = DockerContainer(IMAGE).with_command("-js").with_exposed_ports(4222)
-    try:
-        made.start()
-    except Exception as error:
-        pytest.skip(f"a Docker engine answers, but the image {IMAGE} cannot be run: {error}")
+    made.start()
     try:
         host, port = made.get_container_host_ip(), int(made.get_exposed_port(4222))
         host = socket.gethostbyname(host)

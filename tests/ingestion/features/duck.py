@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import duckdb
 import numpy as np
 import polars as pl
 
@@ -62,6 +61,8 @@ def naive_with_knowledge_time(entities: pl.DataFrame, features: pl.DataFrame) ->
 
 
 def _rows(entities: pl.DataFrame, features: pl.DataFrame, query: str) -> list[int]:
+    import duckdb  # only where it is asked: at the end of a process it reports what others keep alive of it
+
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false")
         connection.register("entities", entities.with_row_index("place").to_arrow())

@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES)]:
         del os.environ[name]
     os.environ["TZ"] = "UTC"
+    Settings.model_config["env_file"] = None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,9 +103,10 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the tests, and the processes that they start, a state folder in which no stack of the user is known."""
+    """Give the tests, and the processes that they start, a state folder without the user's stacks, and a cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -127,7 +129,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def settings(nats_server: NatsServer, tmp_path: Path) -> Settings:
     """Settings that reach the test's own nats-server. For S3 too, use ``s3_settings``."""
-    return Settings(nats_url=nats_server.url, data_dir=tmp_path / "data", http_port=-1, lease_ttl_s=1.0)
+    return Settings(nats_url=nats_server.url, data_dir=tmp_path / "data", http_port=-1, lease_ttl_s=10.0)
 
 
 @pytest.fixture

@@ -192,17 +192,18 @@ async def test_a_long_handler_keeps_the_messages_behind_it(bus: Bus) -> None:
 
 
 async def test_what_was_pulled_ahead_goes_back_at_the_end(bus: Bus, settings: Settings) -> None:
-    entered = asyncio.Event()
+    entered, release = asyncio.Event(), asyncio.Event()
 
     @bus.subscriber(CONSUMER, RunCancelled)
     async def on_cancelled(_: Message[RunCancelled]) -> None:
         entered.set()
-        await asyncio.sleep(0.3)  # the work that is under way when the end comes
+        await release.wait()
 
     for number in range(3):
         await bus.publish(RunCancelled(run_id=f"r{number}", reason="x"))
     await bus.start()
     await entered.wait()
+    asyncio.get_running_loop().call_soon(release.set)  # while the bus stops
     await bus.stop()
     other = await bus.js.pull_subscribe_bind(consumer=CONSUMER.name, stream="TEST")
     found = await other.fetch(2, timeout=1)

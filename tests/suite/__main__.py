@@ -46,23 +46,27 @@ def run_lane(lane: Lane, workers: int, more: list[str], folder: Path) -> list[Ou
     return outcomes
 
 
-def is_flaky(outcome: Outcome, folder: Path) -> bool:
+def is_flaky(outcome: Outcome, programs: list[str], folder: Path) -> bool:
     """Return whether a failed test passes twice in a row, alone in a fresh process each time."""
     for attempt in (1, 2):
         print(f"\n=== again, alone ({attempt} of 2): {outcome.test} ===", flush=True)
-        code, _ = run_pytest(["-q", "-p", "no:xdist", outcome.test], folder)
+        code, _ = run_pytest(["-q", "-p", "no:xdist", *programs, outcome.test], folder)
         if code != EXIT_PASSED:
             return False
     return True
 
 
-def retry_failed(lane: Lane, outcomes: list[Outcome], folder: Path) -> list[Outcome]:
-    """Run the failed tests of a lane again, where it may; return the flaky ones. Their result becomes ``passed``."""
+def retry_failed(lane: Lane, outcomes: list[Outcome], programs: list[str], folder: Path) -> list[Outcome]:
+    """Run the failed tests of a lane again, where it may; return the flaky ones. Their result becomes ``passed``.
+
+    Args:
+        programs: pytest's options that name programs of the system.
+    """
     failed = [outcome for outcome in outcomes if outcome.result in ("failed", "broken")]
     may_retry = lane.retries and len(failed) <= MAX_FLAKY and all(outcome.result == "failed" for outcome in failed)
     found = []
     for outcome in failed if may_retry else []:
-        if not outcome.is_hypothesis and is_flaky(outcome, folder):
+        if not outcome.is_hypothesis and is_flaky(outcome, programs, folder):
             outcome.result = "passed"
             found.append(outcome)
     return found
@@ -93,7 +97,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suite", description=__doc__)
     parser.add_argument("--workers", type=int, default=2, help="processes a lane; 0: pytest's own (default: 2)")
     parser.add_argument("--lane", action="append", choices=[lane.name for lane in LANES], help="only this lane")
+    parser.add_argument("--with", action="append", default=[], dest="programs", help="a program (tests/conftest.py)")
     known, more = parser.parse_known_args()
+    programs = [f"--with={program}" for program in known.programs]
     outcomes: list[Outcome] = []
     flaky_tests: list[Outcome] = []
     seconds: dict[str, tuple[int, float]] = {}
@@ -102,8 +108,8 @@ def main() -> int:
             if known.lane and lane.name not in known.lane:
                 continue
             started = time.monotonic()
-            found = run_lane(lane, known.workers, more, Path(folder))
-            flaky_tests += retry_failed(lane, found, Path(folder))
+            found = run_lane(lane, known.workers, [*programs, *more], Path(folder))
+            flaky_tests += retry_failed(lane, found, programs, Path(folder))
             outcomes += found
             seconds[lane.name] = (len(found), time.monotonic() - started)
     problems = flaky.record(flaky_tests, MAX_FLAKY)

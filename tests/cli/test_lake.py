@@ -142,6 +142,24 @@ async def test_two_clients_may_send_the_same_large_file(
     assert await objects.get(f"{lake}/large.bin") == large.read_bytes()
 
 
+async def test_another_client_may_end_the_upload_before_all_parts_are_read(
+    address: StackAddress, objects: ObjectStore, lake: str, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_part = {kind: kind.put_part for kind in (StoreLake, GatewayLake)}
+    others = iter([put_files])
+    for kind in put_part:
+
+        async def come_second(self: StoreLake, uri: str, upload_id: str, number: int, body: bytes) -> None:
+            for put_by_another in others:
+                await put_by_another(address, large, uri)
+            await put_part[type(self)](self, uri, upload_id, number, body)  # type: ignore[index, arg-type]
+
+        monkeypatch.setattr(kind, "put_part", come_second)
+    monkeypatch.setattr(lake_transfer, "CONCURRENCY", 1)
+    assert (await put_files(address, large, f"{lake}/large.bin")).sent == 1
+    assert await objects.get(f"{lake}/large.bin") == large.read_bytes()
+
+
 async def test_a_file_that_changes_meanwhile_is_not_stored(
     address: StackAddress, lake: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ async def test_another_instance_finishes_the_job_of_a_killed_one(
     bus: Bus, objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, until: Until
 ) -> None:
     """SIGKILL while the job is claimed; nothing is left of the first but its claim."""
+    s3_settings = s3_settings.model_copy(update={"lease_ttl_s": 1.0})  # how long it is waited for
     lake = f"s3://{s3_settings.bucket_lake}/digits"
     await fill(objects, lake, digits_lake(150))
     secret = s3_settings.s3_secret_key

@@ -38,9 +38,12 @@ def install(locks: list[str]) -> None:
     """Install the locks into .venv with plain pip, one after the other."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
     for number, lock in enumerate(locks):
-        # The build of an extra looks for what the first lock has. Compiled is only what is imported, when it is.
+        # The build of an extra looks for what the first lock has.
         isolation = ["--no-build-isolation"] if number else []
         pip("install", "--no-compile", *isolation, "-r", str(ROOT / lock))
+    # On every core, which pip does not; some packages have files for other versions of Python.
+    compile_all = [VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", VENV / "lib"]
+    subprocess.run(compile_all, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def pip(*arguments: str) -> None:

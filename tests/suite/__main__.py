@@ -95,7 +95,7 @@ def print_summary(outcomes: list[Outcome], flaky_tests: list[Outcome], problems:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suite", description=__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="processes a lane; 0: pytest's own (default: 2)")
+    parser.add_argument("--workers", type=int, default=3, help="processes a lane; 0: pytest's own (default: 3)")
     parser.add_argument("--lane", action="append", choices=[lane.name for lane in LANES], help="only this lane")
     parser.add_argument("--with", action="append", default=[], dest="programs", help="a program (tests/conftest.py)")
     known, more = parser.parse_known_args()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,6 +43,18 @@ class StepHold:
         """Let the runs that wait go on. A second call changes nothing."""
         self.path.unlink(missing_ok=True)
         self._file.close()
+
+
+def wait_at(step: float, holds: Mapping[str, float]) -> None:
+    """Wait for those holds whose step has come.
+
+    Args:
+        step: how far the run is: a number of steps, or a share of them.
+        holds: by the path of a hold, from where on the run waits for it; in the unit of ``step``.
+    """
+    for path, held_step in holds.items():
+        if step >= held_step:
+            wait_while_held(Path(path))
 
 
 def wait_while_held(path: Path) -> None:

@@ -1,6 +1,5 @@
 """The digits example, held at a step so that it can be resized in mid-run. It lies beside the example's ``task.py``."""
 
-from pathlib import Path
 from typing import Any
 
 from task import Digits
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainbus.step_hold import wait_while_held
+from trainbus.step_hold import wait_at
 
 
 class HeldDigits(Digits):
@@ -23,7 +22,6 @@ class HeldDigits(Digits):
         return self.steps
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        for path, step in self.holds.items() if model.training else ():
-            if self.steps.last_epoch >= step:
-                wait_while_held(Path(path))
+        if model.training:
+            wait_at(self.steps.last_epoch, self.holds)
         return super().loss(model, batch)

@@ -2,7 +2,6 @@
 
 import io
 import time
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -10,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainbus import Task
-from trainbus.step_hold import wait_while_held
+from trainbus.step_hold import wait_at
 
 
 class Slow(Task):
@@ -40,9 +39,7 @@ class Slow(Task):
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if model.training:
             time.sleep(self.step_s)
-            for path, step in self.holds.items():
-                if self.steps.last_epoch >= step:
-                    wait_while_held(Path(path))
+            wait_at(self.steps.last_epoch, self.holds)
         x_B88, y_B = batch
         return nn.functional.cross_entropy(model(x_B88), y_B)
 

@@ -221,13 +221,13 @@ async def _play_runs(demo: Demo, client: AsyncClient, code: dict[str, Any], wait
         first = example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0)
         first["env"] = describe_holds({until_shrunk.path: SHRINKS_AT, until_grown.path: GROWS_AT})
         demo.first = await _request_run(demo, client.connection, {**first, "task": HELD_TASK})
-        await wait(lambda: _is_half_way(demo.view(demo.first)))
+        await wait(lambda: _has_ended_or(_is_half_way, demo.view(demo.first)))
         demo.screen.print_line(f"half-way: {SECOND!r} has priority 10 and needs two slots")
         second = example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
         demo.second = await _request_run(demo, client.connection, second)
-        await wait(lambda: _is_shrunk(demo.view(demo.first)))
+        await wait(lambda: _has_ended_or(_has_shrunk, demo.view(demo.first)))
         until_shrunk.release()
-        await wait(lambda: _is_grown_back(demo.view(demo.first)))
+        await wait(lambda: _has_ended_or(_has_grown_back, demo.view(demo.first)))
         until_grown.release()
         if client.address.serving_url:
             await wait(lambda: demo.view(demo.first).ended)
@@ -350,9 +350,12 @@ async def _wait_until(
                 follower.result()
 
 
+def _has_ended_or(condition: Callable[[RunView], bool], view: RunView) -> bool:
+    """Whether there is nothing more to wait for: the condition holds, or the run has ended without."""
+    return view.ended or condition(view)
+
+
 def _is_half_way(view: RunView) -> bool:
-    if view.ended:
-        return True
     return view.state == "running" and bool(view.total_steps) and view.step >= HALF_WAY * (view.total_steps or 0)
 
 
@@ -362,15 +365,15 @@ def _shrunk_at(view: RunView) -> int | None:
     return next((number for number, (before, after) in enumerate(pairs) if after < before), None)
 
 
-def _is_shrunk(view: RunView) -> bool:
-    return view.ended or _shrunk_at(view) is not None
+def _has_shrunk(view: RunView) -> bool:
+    return _shrunk_at(view) is not None
 
 
-def _is_grown_back(view: RunView) -> bool:
-    """Whether the run got more slots again; one that has ended does not get them any more."""
+def _has_grown_back(view: RunView) -> bool:
+    """Whether the run got more slots again after it had shrunk."""
     shrunk_at = _shrunk_at(view)
     later = () if shrunk_at is None else view.resizes[shrunk_at + 1 :]
-    return view.ended or any(after > before for before, after in itertools.pairwise(later))
+    return any(after > before for before, after in itertools.pairwise(later))
 
 
 def _is_settled(view: RunView) -> bool:
@@ -395,12 +398,11 @@ def _check(demo: Demo) -> list[str]:
             problems.append(f"{called} was not tracked")
         elif view.exactness != "exact":
             problems.append(f"{called} is {view.exactness or 'not said to be exact'}: {view.exactness_reason}")
-    sizes = demo.view(demo.first).resizes
-    shrunk_at = _shrunk_at(demo.view(demo.first))
-    if shrunk_at is None:
-        problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
-    elif max(sizes[shrunk_at + 1 :]) == sizes[shrunk_at + 1]:
-        problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
+    first = demo.view(demo.first)
+    if not _has_shrunk(first):
+        problems.append(f"{FIRST} did not shrink (its sizes: {first.resizes})")
+    elif not _has_grown_back(first):
+        problems.append(f"{FIRST} did not grow back (its sizes: {first.resizes})")
     ingested = stack_view.datasets.get(demo.first)
     bad = sum(ingested.quarantined.values()) if ingested else None
     if bad != len(demo_lake.BROKEN):

@@ -16,15 +16,14 @@ EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
 HELD_TASK = "held_task:HeldDigits"
 #: By the path of a hold, the share of the steps at which the run waits for it.
 HOLDS_VARIABLE = "DEMO_HOLDS"
-HELD_SOURCE = '''"""Digits whose training waits at some of its steps for the demo."""
+HELD_SOURCE = f'''"""Digits whose training waits at some of its steps for the demo."""
 
 import json
 import os
-from pathlib import Path
 
 from task import Digits
 
-from trainbus.step_hold import wait_while_held
+from trainbus.step_hold import wait_at
 
 
 class HeldDigits(Digits):
@@ -34,9 +33,8 @@ class HeldDigits(Digits):
 
     def loss(self, model, batch):
         if model.training:
-            for path, share in json.loads(os.environ.get("DEMO_HOLDS", "{}")).items():
-                if self.steps.last_epoch >= share * self.total_steps:
-                    wait_while_held(Path(path))
+            holds = json.loads(os.environ.get("{HOLDS_VARIABLE}", "{{}}"))
+            wait_at(self.steps.last_epoch / self.total_steps, holds)
         return super().loss(model, batch)
 '''
 

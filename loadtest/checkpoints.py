@@ -35,6 +35,7 @@ from loadtest.common import report
 from services.checkpoint.app import build
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.files import write_at
 from services.kit.store.objects import ObjectStore
@@ -42,7 +43,7 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs
 from services.worker.core.checkpoint_chunks import CHUNK_BYTES
-from trainbus.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server
 
 MIB = 2**20
 #: What one plain put sends in the yardstick: the size of a large piece, which is what the store is fastest with.

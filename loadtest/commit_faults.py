@@ -33,10 +33,11 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from loadtest.common import report
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from services.kit.store.objects import ObjectStore
 from tests.checkpoint.facts import NODES
 from tests.checkpoint.trials import LINES, Trial
-from trainbus.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server
 
 SETTLE_S = 90.0
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.kit.bus import Bus
-from trainbus.embedded.servers import NatsServer, free_ports
+from services.kit.ports import free_ports
+from trainbus.embedded.servers import NatsServer
 
 
 @contextmanager

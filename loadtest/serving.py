@@ -31,9 +31,10 @@ from loadtest.common import percentile, report
 from loadtest.served_models import ModelStore, draw_rows, label
 from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from trainbus.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server
 
 KEYS = ("loadtest", "loadtest-secret")
 DEFECTS = ("load", "raise", "wrong", "hang", "leak", "crash later")

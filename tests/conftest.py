@@ -13,10 +13,11 @@ import pytest
 import pytest_asyncio
 
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from tests.suite.longest import LONGEST_FILES
-from trainbus.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import be_quiet, node, store
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.ranks.control_socket import ControlSocket
@@ -31,7 +32,7 @@ from trainbus.data.order import LaneOrder
 from trainbus.data.read_plan import ReadPlan
 from trainbus.data.sampler import Sampler
 from trainbus.data.shard_prefetch import ShardPrefetcher
-from trainbus.embedded.servers import S3Server, free_ports
+from trainbus.embedded.servers import S3Server
 
 LATENCY_S, ERROR_SHARE = 0.05, 0.01
 #: Of the link's bandwidth that training needs.

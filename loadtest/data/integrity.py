@@ -23,12 +23,13 @@ from pathlib import Path
 from contracts.datasets import shard_uri
 from contracts.ranks import ShardRequestLine
 from loadtest.data.stored import Stored, be_quiet, node, store
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.cache.node_cache import CacheError
 from trainbus.data.dataset import Dataset
 from trainbus.data.reader import DatasetError
-from trainbus.embedded.servers import S3Server, free_ports
+from trainbus.embedded.servers import S3Server
 
 TRIALS, QUICK_TRIALS = 1000, 60
 IN_STORE = ("store shard", "store index", "store manifest")

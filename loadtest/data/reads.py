@@ -24,11 +24,12 @@ from typing import Any
 import structlog
 
 from services.kit.concurrency import gather_limited
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.files import FileSink
 from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.kit.store.ranged_download import RANGE_BYTES, RangedDownloader
-from trainbus.embedded.servers import S3Server, free_ports
+from trainbus.embedded.servers import S3Server
 
 BUCKET, USER, PASSWORD = "lake", "loadtest", "loadtest-secret"
 SMALL_BYTES, LARGE_BYTES = 4096, 16 * 2**20

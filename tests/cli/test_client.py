@@ -30,13 +30,13 @@ from contracts.events.run import (
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Retention
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import find_checkpoint, pin_checkpoint, select_checkpoints
 from trainbus.client.errors import NotFoundError, RunFailedError, StackUnreachableError, UsageError
 from trainbus.client.submission import locate_task
-from trainbus.embedded.servers import free_ports
 from trainbus.task import Task
 
 RUN = "r1"

@@ -11,12 +11,12 @@ import pytest
 
 from contracts import topology
 from services.kit.bus import Bus
+from services.kit.ports import free_ports, port_is_free
 from tests.conftest import NatsServer
 from tests.kit.support import until
 from trainbus.client import connection
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import TrainbusError
-from trainbus.embedded.servers import free_ports, port_is_free
 
 
 def address(url: str) -> StackAddress:

@@ -21,11 +21,11 @@ from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from tests.deploy.test_grafana import filled_in, statements
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 from tests.gateway.test_api import FILTERS, publish_listed
 from tests.gateway.test_projection import contents, project, publish
-from trainbus.embedded.servers import free_ports
 
 pytestmark = pytest.mark.needs("postgres")
 

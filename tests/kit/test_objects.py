@@ -12,13 +12,14 @@ import pytest
 
 from services.kit.bus import TransientError
 from services.kit.concurrency import cancel_and_wait
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.reader import STALL_S
 from services.kit.store.uris import blob_key
 from tests.conftest import ACCESS_KEY, SECRET_KEY
-from trainbus.embedded.servers import S3Server, free_ports
+from trainbus.embedded.servers import S3Server
 
 
 async def test_a_conditional_put_never_replaces(objects: ObjectStore, s3_settings: Settings) -> None:

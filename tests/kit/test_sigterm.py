@@ -18,7 +18,8 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from trainbus.embedded.servers import NatsServer, find_binary, free_ports
+from services.kit.ports import free_ports
+from trainbus.embedded.servers import NatsServer, find_binary
 
 pytestmark = pytest.mark.shell
 

@@ -26,13 +26,13 @@ from contracts.spec.run import RunSpec
 from services.checkpoint.core.commit import canonical_json
 from services.kit.bus import Bus
 from services.kit.kept_files import KeptLayout, list_files, pack_files
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import Story, World, command_spec, copy_database, task_spec
 from tests.tracking.test_server import START_S, MlflowServer
-from trainbus.embedded.servers import free_ports
 
 pytestmark = pytest.mark.shell
 

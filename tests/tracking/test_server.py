@@ -15,13 +15,14 @@ import pytest
 
 from contracts.events.run import Artifact, RunEvaluated
 from services.kit.bus import Bus
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import World, copy_database, eventually, task_spec
 from tests.tracking.test_service import SURVIVING, publish_killed_run
-from trainbus.embedded.servers import Server, free_ports
+from trainbus.embedded.servers import Server
 
 #: Generous: under load the server needs a minute for what it does in six seconds alone.
 START_S = 300.0

@@ -25,9 +25,9 @@ from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
 from contracts.spec.data import Split
 from contracts.spec.run import RunSpec
+from services.kit.ports import free_ports
 from services.worker.ranks.ring_reader import RingReader
 from trainbus.data.dataset import Dataset
-from trainbus.embedded.servers import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 Samples = Iterable[tuple[str, dict[str, bytes]]]

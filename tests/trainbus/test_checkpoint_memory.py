@@ -14,6 +14,7 @@ import pytest
 
 from contracts.ranks import CheckpointLine, Launch, MetricsLine, StartedLine
 from contracts.spec.run import RunSpec
+from services.kit.ports import free_ports
 from tests.trainbus.support import (
     Gang,
     Warm,
@@ -27,7 +28,6 @@ from tests.trainbus.support import (
 )
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
-from trainbus.embedded.servers import free_ports
 from trainbus.trainer.survivor_state import find_local_parts
 
 pytestmark = pytest.mark.shell

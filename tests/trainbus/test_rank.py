@@ -14,6 +14,7 @@ import pytest
 from contracts.predictions import Predictions, PredictionsInfo
 from contracts.progress import ring_name
 from contracts.ranks import EXIT_ORPHANED, CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
+from services.kit.ports import free_ports
 from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import (
     LINEAR_TASK,
@@ -33,7 +34,6 @@ from tests.trainbus.support import (
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
-from trainbus.embedded.servers import free_ports
 
 pytestmark = pytest.mark.shell
 

@@ -136,8 +136,9 @@ def _over_bus(
 
     import structlog
 
+    from services.kit.ports import free_ports
     from services.scheduler.simulate.over_bus import simulate_over_bus
-    from trainbus.embedded.servers import NatsServer, ServerError, free_ports
+    from trainbus.embedded.servers import NatsServer, ServerError
 
     # The command prints the result; of the service's log only errors matter.
     structlog.configure(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -325,17 +324,11 @@ def open_browser(url: str) -> None:
 
 def choose_port(wanted: int | None) -> int:
     """Return a port for MLflow's pages: the one that is wanted, else its usual one, else a free one."""
-    from trainbus.embedded.servers import free_ports
+    from services.kit.ports import free_ports, port_is_free
 
     if wanted:
         return wanted
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", MLFLOW_PORT))
-        except OSError:
-            return free_ports(1)[0]
-    return MLFLOW_PORT
+    return MLFLOW_PORT if port_is_free(MLFLOW_PORT) else free_ports(1)[0]
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainbus.embedded.servers import NatsServer, S3Server, free_ports, port_is_free
+from services.kit.ports import free_ports, port_is_free
+from trainbus.embedded.servers import NatsServer, S3Server
 
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")

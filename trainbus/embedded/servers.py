@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import random
 import shutil
 import signal
 import socket
@@ -17,6 +15,8 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from services.kit.ports import free_ports
+
 #: NATS closes the connection at a larger message, so that no service can answer with a reason.
 NATS_MAX_PAYLOAD = 8 * 2**20
 START_TIMEOUT_S = 30.0
@@ -27,32 +27,6 @@ MAX_VOLUMES = 4000
 
 class ServerError(RuntimeError):
     """A server did not start; the text holds the end of its log."""
-
-
-#: Below the kernel's range of ephemeral ports (Linux: from 32768). An outgoing connection can take a port of that
-#: range while its server restarts, and a client that keeps connecting to it can connect to itself.
-PORT_RANGE = (15_000, 32_000)
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server could listen on ``port`` now."""
-    with socket.socket() as probe:
-        # As servers do: an earlier connection in TIME_WAIT does not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` different free ports, below the kernel's range of ephemeral ports."""
-    candidates = random.sample(range(*PORT_RANGE), k=min(count + 2_000, PORT_RANGE[1] - PORT_RANGE[0]))
-    found = list(itertools.islice(filter(port_is_free, candidates), count))
-    if len(found) < count:
-        raise ServerError(f"no {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
-    return found
 
 
 def find_binary(name: str, wheel: str) -> str:

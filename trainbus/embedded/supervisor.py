@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from services.kit.ports import PortsError
 from trainbus.embedded import process, registry
 from trainbus.embedded.layout import (
     BUCKETS,
@@ -114,7 +115,7 @@ class Supervisor:
             self._start_all()
             while not self.stop_requests:
                 self._tick()
-        except (StartError, ServerError) as error:
+        except (StartError, ServerError, PortsError) as error:
             print_status(str(error))
             code = EXIT_FAILED
         finally:

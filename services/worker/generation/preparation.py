@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +21,7 @@ from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.kept_files import KeptLayout, copy_outputs, list_files, unpack_files
 from services.kit.package_files import unpack_package
+from services.kit.ports import PortsError, free_ports
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
@@ -41,11 +41,11 @@ async def find_master(bus: Bus, placed: RunPlaced, member: Member, address: str,
     """
     key = f"{placed.run_id}.{placed.generation}"
     if sum(1 for each in placed.members if each.ranks) == 1:
-        return address, free_port(address)
+        return address, choose_port(address)
     try:
         async with asyncio.timeout(timeout_s):
             if 0 in member.ranks:
-                await _publish_master(bus, key, f"{address}:{free_port(address)}".encode())
+                await _publish_master(bus, key, f"{address}:{choose_port(address)}".encode())
             # One subscription: the other nodes learn of it at once. The first value stands.
             async for entries in bus.follow_bucket(topology.RENDEZVOUS, key, idle_s=1.0):
                 for entry in entries:
@@ -54,6 +54,14 @@ async def find_master(bus: Bus, placed: RunPlaced, member: Member, address: str,
     except TimeoutError:
         pass
     raise TransientError(f"rank 0's node did not publish its address within {timeout_s:.0f} s")
+
+
+def choose_port(address: str) -> int:
+    """Return a port for rank 0. If it is taken before the ranks listen, that is an infrastructure failure."""
+    try:
+        return free_ports(1, address)[0]
+    except PortsError as error:
+        raise TransientError(str(error)) from error
 
 
 async def _publish_master(bus: Bus, key: str, value: bytes) -> None:
@@ -69,13 +77,6 @@ async def _publish_master(bus: Bus, key: str, value: bytes) -> None:
         except (nats.errors.Error, APIError, TimeoutError) as error:
             log.warning("the rendezvous cannot be published", error=repr(error))
             await asyncio.sleep(RETRY_S)
-
-
-def free_port(address: str) -> int:
-    """Return a port that is free now. If it is taken before the ranks listen, that is an infrastructure failure."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _parse_address(value: bytes) -> tuple[str, int]:

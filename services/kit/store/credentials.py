@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from services.kit.settings import Settings
@@ -12,11 +13,25 @@ def aws_session(settings: Settings) -> Any:
     import aioboto3
 
     secret = settings.s3_secret_key
-    return aioboto3.Session(
+    session = aioboto3.Session(
         aws_access_key_id=settings.s3_access_key,
         aws_secret_access_key=secret.get_secret_value() if secret else None,
         region_name=settings.s3_region,
     )
+    _share_descriptions(session._session)
+    return session
+
+
+def _share_descriptions(session: Any) -> None:
+    """Have a session of botocore read the description of S3, megabytes of JSON, once in a process."""
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def sign_request(credentials: Any, region: str, method: str, url: str, body: bytes = b"") -> dict[str, str]:

@@ -16,9 +16,10 @@ from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from tests.suite.longest import LONGEST_FILES
+from tests.suite import longest
 from trainbus.embedded.servers import NatsServer, S3Server
 
+ROOT = Path(__file__).parents[1]
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 
 # A change is judged by the same examples each time; `make fuzz` looks for new ones.
@@ -34,7 +35,7 @@ SHELL_MARKERS = frozenset({"e2e", "needs", "shell"})
 STACK_FOLDERS = ("stack_folder", "tmp_path")
 LOG_LINES, LOG_END_BYTES = 15, 20_000
 
-#: Variables of whoever runs the tests that would change what the tests do.
+#: Variables in the environment of the person who runs the tests that would change what the tests do.
 FOREIGN_VARIABLES = ("TRAINBUS_", "MLFLOW_", "AWS_", "OTEL_", "DEMO_", "OMP_NUM_THREADS")
 
 
@@ -55,14 +56,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the environment the tests' own, before xdist starts its workers and any test a process."""
+    if (ROOT / ".env").exists():
+        raise pytest.UsageError(f"{ROOT / '.env'} would configure the services that tests start: move it away first")
     for name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES)]:
         del os.environ[name]
     os.environ["TZ"] = "UTC"
-    Settings.model_config["env_file"] = None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a program that was not named, mark lanes, and let the files that take longest come first."""
+    """Leave out what needs a program that was not named, mark lanes, and put the files in the order of the suite."""
     asked = set(config.getoption("programs"))
     left_out = [item for item in items if not _needs(item) <= asked]
     if left_out:
@@ -74,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("e2e")
         elif not uses_server and not any(item.get_closest_marker(name) for name in SHELL_MARKERS):
             item.add_marker("core")
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    root = Path(__file__).parents[1]
-    items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
+    slow_files = {item.path for item in items if item.get_closest_marker("core") is None}
+    places = {ROOT / name: place for place, name in enumerate(longest.read())}
+    items.sort(key=lambda item: (item.path in slow_files, places.get(item.path, len(places))))
 
 
 def _needs(item: pytest.Item) -> set[str]:
@@ -103,11 +105,13 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the tests, and the processes that they start, a state folder without the user's stacks, and a cache."""
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the tests, and the processes that they start, an empty home: no stacks, settings, credentials or caches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PYENV_ROOT", os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv")))  # its python looks there
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in [name for name in os.environ if name.startswith("XDG_")]:
+            patch.delenv(name)
         yield
 
 

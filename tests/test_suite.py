@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.suite import __main__ as suite
-from tests.suite import flaky
-from tests.suite.lanes import Lane
-from tests.suite.longest import LONGEST_FILES
+from tests.suite import flaky, longest
 from tests.suite.outcomes import Outcome, read_outcomes
 
 ROOT = Path(__file__).parents[1]
-LANE = Lane("servers", "not core", "processes", retries=True)
 MODULE = """
 import hypothesis, pytest
 from hypothesis import strategies as st
@@ -92,28 +89,23 @@ def test_the_last_lines_name_what_failed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("lane", "failed", "tries", "found"),
+    ("failed", "tries", "found"),
     [
-        pytest.param(LANE, [Outcome("a", "failed")], [0, 0], ["a"], id="passes twice"),
-        pytest.param(LANE, [Outcome("a", "failed")], [0, 1], [], id="fails again the second time"),
-        pytest.param(LANE, [Outcome("a", "failed")], [1], [], id="fails again"),
-        pytest.param(LANE, [Outcome("a", "failed", is_hypothesis=True)], [], [], id="draws its examples"),
-        pytest.param(LANE, [Outcome("a", "broken")], [], [], id="is not collected"),
-        pytest.param(LANE, [Outcome(name, "failed") for name in "abc"], [], [], id="more than a run may have"),
-        pytest.param(Lane("cores", "core", "", retries=False), [Outcome("a", "failed")], [], [], id="of a core"),
+        pytest.param([Outcome("a", "failed", "servers")], [0, 0], ["a"], id="passes twice"),
+        pytest.param([Outcome("a", "failed", "servers")], [0, 1], [], id="fails again the second time"),
+        pytest.param([Outcome("a", "failed", "stacks")], [1], [], id="fails again"),
+        pytest.param([Outcome("a", "failed", "servers", is_hypothesis=True)], [], [], id="draws its examples"),
+        pytest.param([Outcome("a", "broken")], [], [], id="is not collected"),
+        pytest.param([Outcome(name, "failed", "stacks") for name in "abc"], [], [], id="more than a run may have"),
+        pytest.param([Outcome("a", "failed", "cores")], [], [], id="of a core"),
     ],
 )
 def test_what_failed_may_run_again(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    lane: Lane,
-    failed: list[Outcome],
-    tries: list[int],
-    found: list[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failed: list[Outcome], tries: list[int], found: list[str]
 ) -> None:
     codes = iter(tries)
     monkeypatch.setattr(suite, "run_pytest", lambda *_: (next(codes), []))
-    assert [outcome.test for outcome in suite.retry_failed(lane, failed, [], tmp_path)] == found
+    assert [outcome.test for outcome in suite.retry_failed(failed, [], tmp_path)] == found
     assert list(codes) == [], "every try was made"
     assert [outcome.test for outcome in failed if outcome.result == "passed"] == found
 
@@ -134,4 +126,16 @@ def test_a_test_that_is_listed_three_times_is_red(tmp_path: Path) -> None:
 
 
 def test_the_files_that_take_longest_exist() -> None:
-    assert [name for name in LONGEST_FILES if not (ROOT / name).exists()] == []
+    assert [name for name in longest.read() if not (ROOT / name).exists()] == []
+
+
+def test_the_files_that_take_longest_are_noted(tmp_path: Path) -> None:
+    outcomes = [
+        Outcome("a.py::one", lane="servers", seconds=4),
+        Outcome("a.py::two", lane="servers", seconds=4),
+        Outcome("b.py::one", lane="stacks", seconds=9),
+        Outcome("c.py::short", lane="servers", seconds=1),
+        Outcome("d.py::runs_before_them", lane="cores", seconds=60),
+    ]
+    longest.note(outcomes, tmp_path / "longest.txt")
+    assert longest.read(tmp_path / "longest.txt") == ["b.py", "a.py"]

@@ -1,8 +1,8 @@
 """Run every test: ``python -m tests.suite``, which ``make test`` does.
 
-The lanes run one after the other, the cheapest first, each with its files spread over WORKERS processes. All lanes run,
-so that one red test hides no other. A failed test of a server or of a whole stack runs again, alone. The last lines are
-the tests that failed and the count.
+The files are spread over WORKERS processes, those of cores first, then those that take longest. All tests run, so that
+one red test hides no other. A failed test of a server or of a whole stack runs again, alone. The last lines are the
+tests that failed and the count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.suite import flaky
-from tests.suite.lanes import LANES, Lane
+from tests.suite import flaky, longest
+from tests.suite.lanes import LANES
 from tests.suite.outcomes import Outcome, read_outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +35,15 @@ def run_pytest(arguments: list[str], folder: Path) -> tuple[int, list[Outcome]]:
     return code, read_outcomes(file)
 
 
-def run_lane(lane: Lane, workers: int, more: list[str], folder: Path) -> list[Outcome]:
-    """Run the tests of a lane; what pytest itself cannot do is an outcome, too."""
-    print(f"\n=== {lane.name}: {lane.what} ===", flush=True)
+def run_lanes(names: list[str], workers: int, more: list[str], folder: Path) -> list[Outcome]:
+    """Run the tests of some lanes; what pytest itself cannot do is an outcome, too."""
+    marker = " or ".join(f"({lane.marker})" for lane in LANES if lane.name in names)
+    # One run of pytest for all: a worker imports what the tests need once.
     spread = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers else ["-p", "no:xdist"]
-    code, outcomes = run_pytest(["-q", "-m", lane.marker, *spread, *more], folder)
+    code, outcomes = run_pytest(["-q", "-m", marker, *spread, *more], folder)
     red = any(outcome.result in ("failed", "broken") for outcome in outcomes)
     if code not in (EXIT_PASSED, EXIT_NONE) and not (code == EXIT_FAILED and red):
-        outcomes.append(Outcome(f"lane {lane.name}", "broken", error=f"pytest ended with exit code {code}"))
+        outcomes.append(Outcome("tests", "broken", error=f"pytest ended with exit code {code}"))
     return outcomes
 
 
@@ -56,20 +57,31 @@ def is_flaky(outcome: Outcome, programs: list[str], folder: Path) -> bool:
     return True
 
 
-def retry_failed(lane: Lane, outcomes: list[Outcome], programs: list[str], folder: Path) -> list[Outcome]:
-    """Run the failed tests of a lane again, where it may; return the flaky ones. Their result becomes ``passed``.
+def retry_failed(outcomes: list[Outcome], programs: list[str], folder: Path) -> list[Outcome]:
+    """Run the failed tests again, where they may; return the flaky ones. Their result becomes ``passed``.
 
     Args:
         programs: pytest's options that name programs of the system.
     """
     failed = [outcome for outcome in outcomes if outcome.result in ("failed", "broken")]
-    may_retry = lane.retries and len(failed) <= MAX_FLAKY and all(outcome.result == "failed" for outcome in failed)
-    found = []
-    for outcome in failed if may_retry else []:
-        if not outcome.is_hypothesis and is_flaky(outcome, programs, folder):
+    found: list[Outcome] = []
+    if len(failed) > MAX_FLAKY or any(outcome.result == "broken" for outcome in failed):
+        return found
+    lanes = {lane.name: lane for lane in LANES}
+    for outcome in failed:
+        if lanes[outcome.lane].retries and not outcome.is_hypothesis and is_flaky(outcome, programs, folder):
             outcome.result = "passed"
             found.append(outcome)
     return found
+
+
+def print_lanes(names: list[str], outcomes: list[Outcome], took_s: float) -> None:
+    """Print what each lane cost. Its seconds are those of all processes together."""
+    print()
+    for name in names:
+        seconds = [outcome.seconds for outcome in outcomes if outcome.lane == name]
+        print(f"lane {name}: {len(seconds)} tests, {sum(seconds):.0f} s of the processes")
+    print(f"all after {took_s:.0f} s")
 
 
 def print_summary(outcomes: list[Outcome], flaky_tests: list[Outcome], problems: list[str]) -> None:
@@ -80,10 +92,10 @@ def print_summary(outcomes: list[Outcome], flaky_tests: list[Outcome], problems:
     for outcome in skipped:
         print(f"SKIPPED {outcome.test}: {outcome.error}")
     for outcome in flaky_tests:
-        print(f"FLAKY {outcome.test}: {outcome.error.splitlines()[0] if outcome.error else ''}")
+        print(f"FLAKY {outcome.test}: {outcome.first_line}")
     for outcome in red:
         print(f"FAILED {outcome.test}")
-        print(f"    {outcome.error.splitlines()[0] if outcome.error else 'no message'}")
+        print(f"    {outcome.first_line}")
         for line in outcome.lines:
             print(f"    | {line}")
     for problem in problems:
@@ -98,23 +110,18 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=3, help="processes a lane; 0: pytest's own (default: 3)")
     parser.add_argument("--lane", action="append", choices=[lane.name for lane in LANES], help="only this lane")
     parser.add_argument("--with", action="append", default=[], dest="programs", help="a program (tests/conftest.py)")
+    parser.add_argument("--note-longest", action="store_true", help="write tests/longest.txt, which the order follows")
     known, more = parser.parse_known_args()
     programs = [f"--with={program}" for program in known.programs]
-    outcomes: list[Outcome] = []
-    flaky_tests: list[Outcome] = []
-    seconds: dict[str, tuple[int, float]] = {}
+    names = known.lane or [lane.name for lane in LANES]
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for lane in LANES:
-            if known.lane and lane.name not in known.lane:
-                continue
-            started = time.monotonic()
-            found = run_lane(lane, known.workers, [*programs, *more], Path(folder))
-            flaky_tests += retry_failed(lane, found, programs, Path(folder))
-            outcomes += found
-            seconds[lane.name] = (len(found), time.monotonic() - started)
+        outcomes = run_lanes(names, known.workers, [*programs, *more], Path(folder))
+        flaky_tests = retry_failed(outcomes, programs, Path(folder))
     problems = flaky.record(flaky_tests, MAX_FLAKY)
-    for name, (count, took_s) in seconds.items():
-        print(f"lane {name}: {count} tests in {took_s:.0f} s")
+    if known.note_longest:
+        longest.note(outcomes)
+    print_lanes(names, outcomes, time.monotonic() - started)
     if not outcomes:
         problems.append("no test was selected")
     print_summary(outcomes, flaky_tests, problems)

@@ -1,7 +1,8 @@
-"""The lanes of the suite: what a test needs decides where it runs, and whether it may run again."""
+"""The lanes of the suite: what a test needs decides when it runs, and whether it may run again."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -17,8 +18,14 @@ class Lane:
     retries: bool
 
 
-LANES = (
-    Lane("cores", "core", "needs neither a server nor another process", retries=False),
-    Lane("servers", "not core and not e2e", "nats-server, S3, or processes of their own", retries=True),
-    Lane("stacks", "e2e", "whole stacks, with real training", retries=True),
-)
+CORES = Lane("cores", "core", "needs neither a server nor another process", retries=False)
+SERVERS = Lane("servers", "not core and not e2e", "nats-server, S3, or processes of their own", retries=True)
+STACKS = Lane("stacks", "e2e", "whole stacks, with real training", retries=True)
+LANES = (CORES, SERVERS, STACKS)
+
+
+def find_lane(markers: Container[str]) -> Lane:
+    """Return the lane of a test with these markers."""
+    if "core" in markers:
+        return CORES
+    return STACKS if "e2e" in markers else SERVERS

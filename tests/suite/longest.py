@@ -1,52 +1,31 @@
-"""The files whose tests take longest, the longest first, so that processes which share them end together.
+"""The files whose tests take longest, the longest first: processes that share the files end together if they begin so.
 
-It need not be exact; `--durations=0` tells.
+The list, ``tests/longest.txt``, is written by ``python -m tests.suite --note-longest``. It need not be exact.
 """
 
-LONGEST_FILES = (
-    "tests/docs/test_pages.py",
-    "tests/e2e/test_faults.py",
-    "tests/e2e/test_exact.py",
-    "tests/cli/test_stack.py",
-    "tests/e2e/test_fine_tuning.py",
-    "tests/tracking/test_models.py",
-    "tests/e2e/test_notebook.py",
-    "tests/worker/test_output_folder.py",
-    "tests/e2e/test_kinds.py",
-    "tests/e2e/test_traces.py",
-    "tests/cli/test_lake.py",
-    "tests/e2e/test_controls.py",
-    "tests/worker/test_agent_restart.py",
-    "tests/worker/test_generation.py",
-    "tests/evaluation/test_app.py",
-    "tests/serving/test_service.py",
-    "tests/gateway/test_api.py",
-    "tests/e2e/test_bad_input.py",
-    "tests/worker/test_real_ranks.py",
-    "tests/checkpoint/test_keeping.py",
-    "tests/e2e/test_judged.py",
-    "tests/ingestion/test_isolated_reader.py",
-    "tests/trainbus/test_checkpoint_memory.py",
-    "tests/tracking/test_process.py",
-    "tests/ingestion/features/test_end_to_end.py",
-    "tests/sharding/test_app.py",
-    "tests/worker/test_shard_cache.py",
-    "tests/gateway/test_packages.py",
-    "tests/e2e/test_from_run_to_model.py",
-    "tests/cli/test_autoscale.py",
-    "tests/worker/test_shards_in_runs.py",
-    "tests/kit/test_faststream_defaults.py",
-    "tests/e2e/test_another_place.py",
-    "tests/ingestion/test_job.py",
-    "tests/integrations/test_examples.py",
-    "tests/scheduler/test_clocks.py",
-    "tests/contracts/test_documents.py",
-    "tests/trainbus/test_exact_training.py",
-    "tests/worker/test_lightning_ranks.py",
-    "tests/trainbus/test_rank.py",
-    "tests/e2e/test_reproduce.py",
-    "tests/e2e/test_documented.py",
-    "tests/cli/test_submission_check.py",
-    "tests/tracking/test_service.py",
-    "tests/ingestion/test_formats.py",
-)
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.suite.outcomes import Outcome
+
+FILE = Path(__file__).parents[1] / "longest.txt"
+#: Files that take less are not worth a line.
+LONG_S = 5.0
+
+
+def read(file: Path = FILE) -> list[str]:
+    """Return the paths of the files, from the root of the project."""
+    return file.read_text().splitlines()
+
+
+def note(outcomes: Iterable[Outcome], file: Path = FILE) -> None:
+    """Write the list anew from how long each test took. The tests of cores do not count: they come before."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for outcome in outcomes:
+        if outcome.lane != "cores":
+            seconds[outcome.test.partition("::")[0]] += outcome.seconds
+    slow = sorted((path for path in seconds if seconds[path] >= LONG_S), key=lambda path: -seconds[path])
+    file.write_text("".join(f"{path}\n" for path in slow))

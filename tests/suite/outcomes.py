@@ -9,6 +9,8 @@ from typing import Any, Literal, TextIO
 
 import pytest
 
+from tests.suite.lanes import find_lane
+
 Result = Literal["passed", "failed", "skipped", "broken"]
 
 
@@ -18,6 +20,8 @@ class Outcome:
 
     test: str
     result: Result = "passed"
+    #: The name of its lane; none, if it could not be collected.
+    lane: str = ""
     seconds: float = 0.0
     #: What it raised, and the last lines above that.
     error: str = ""
@@ -25,18 +29,23 @@ class Outcome:
     #: It draws its examples (hypothesis): a second try would only hide what it found.
     is_hypothesis: bool = False
 
+    @property
+    def first_line(self) -> str:
+        return self.error.splitlines()[0] if self.error else "no message"
+
 
 class OutcomeWriter:
     """Writes an outcome when its test is over. With xdist it runs in the process that the workers report to."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, terminal: pytest.TerminalReporter) -> None:
+        self._file, self._terminal = file, terminal
         self._running: dict[str, Outcome] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = self._running.setdefault(report.nodeid, Outcome(report.nodeid))
         outcome.seconds += report.duration
+        outcome.lane = find_lane(report.keywords).name
         outcome.is_hypothesis = outcome.is_hypothesis or "hypothesis" in report.keywords
         if report.failed:
             self._note_failure(outcome, report, "failed")
@@ -64,6 +73,9 @@ class OutcomeWriter:
         outcome.lines = tuple(lines[-5:])
 
     def _write(self, outcome: Outcome) -> None:
+        if outcome.result in ("failed", "broken"):  # at once: who watches need not wait for the last test
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{outcome.result} {outcome.test}: {outcome.first_line}")
         self._file.write(json.dumps(asdict(outcome)) + "\n")
         self._file.flush()
 
@@ -78,10 +90,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="write how each test ended to this file")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("outcomes")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(OutcomeWriter(path.open("w")), "outcome-writer")
+        terminal: pytest.TerminalReporter = config.pluginmanager.getplugin("terminalreporter")
+        config.pluginmanager.register(OutcomeWriter(path.open("w"), terminal), "outcome-writer")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
@@ -254,7 +255,8 @@ class Stack:
             pid = next((p["pid"] for p in info.processes if p["name"] == name), None) if info else None
             if pid is not None and pid != last:
                 last = pid
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it is dead, and the supervisor has not noted it yet
+                    os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.02)
 
     def rank_pids(self, run_id: str) -> list[int]:

@@ -34,8 +34,10 @@ async def _fill(data_dir: Path) -> None:
 async def stack(stack_folder: Path) -> AsyncIterator[Stack]:
     bus, objects = connected(stack_folder)
     await bus.connect(reconcile_topology=False)
-    async with objects:
-        stack = Stack(stack_folder, bus, objects)
-        yield stack
-        await stack.end_runs()
-    await bus.close()
+    try:
+        async with objects:
+            stack = Stack(stack_folder, bus, objects)
+            yield stack
+            await stack.end_runs()
+    finally:
+        await bus.close()

@@ -278,7 +278,8 @@ def test_what_is_killed_comes_back(up: Up, name: str) -> None:
     until(lambda: find_problems(up) == {"evaluation"})
     after = up.info()
     assert (after.nats_url, after.s3_endpoint) == (before.nats_url, before.s3_endpoint)
-    assert [each["restarts"] for each in after.processes if each["name"] == name] == [1]
+    [restarts] = [each["restarts"] for each in after.processes if each["name"] == name]
+    assert restarts >= 1
 
 
 def test_stopping_is_clean_and_the_data_is_there_again(up: Up) -> None:

@@ -51,8 +51,8 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
         OSError: this machine does not have that address.
     """
     # Not from the state of ``random``: a Task with the same seed in two processes would draw the same ports.
-    start = random.Random().randrange(*PORT_RANGE)
-    candidates = itertools.chain(range(start, PORT_RANGE[1]), range(PORT_RANGE[0], start))
+    # Scattered, too: SeaweedFS takes the next port by itself where it thinks that one is taken.
+    candidates = random.Random().sample(range(*PORT_RANGE), k=PORT_RANGE[1] - PORT_RANGE[0])
     with _claims() as claimed:
         unclaimed = (port for port in candidates if port not in claimed and port_is_free(port, address))
         found = list(itertools.islice(unclaimed, count))

@@ -9,9 +9,10 @@ import json
 import os
 import random
 import socket
+import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 #: Below the kernel's range of ephemeral ports (Linux: from 32768). An outgoing connection can take a port of that
@@ -43,8 +44,11 @@ def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int, address: str = "127.0.0.1", *, besides: Iterable[int] = ()) -> list[int]:
     """Return ``count`` different free ports, which no other process of this user is given for ``CLAIM_S`` seconds.
+
+    Args:
+        besides: ports that the caller has already; nobody is given them either.
 
     Raises:
         PortsError: there are fewer.
@@ -54,6 +58,7 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     # Scattered, too: SeaweedFS takes the next port by itself where it thinks that one is taken.
     candidates = random.Random().sample(range(*PORT_RANGE), k=PORT_RANGE[1] - PORT_RANGE[0])
     with _claims() as claimed:
+        claimed.update(dict.fromkeys(besides, time.monotonic()))
         unclaimed = (port for port in candidates if port not in claimed and port_is_free(port, address))
         found = list(itertools.islice(unclaimed, count))
         claimed.update(dict.fromkeys(found, time.monotonic()))
@@ -68,24 +73,40 @@ def _claims() -> Iterator[dict[int, float]]:
 
     A machine where there can be no such file goes without: a port may then be taken before its finder listens.
     """
-    try:
-        import fcntl  # not on Windows
-
-        path = Path(tempfile.gettempdir()) / f"trainbus-ports-{os.getuid()}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except (ImportError, OSError):
+    descriptor = _open_list()
+    if descriptor is None:
         yield {}
         return
-    with os.fdopen(descriptor, "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with os.fdopen(descriptor, "rb+", buffering=0) as file:
         claimed = _read_claims(file.read())
         yield claimed
-        file.seek(0)
-        file.truncate()
-        json.dump(claimed, file)
+        with contextlib.suppress(OSError):  # a full disk: the ports are free all the same
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(claimed).encode())
 
 
-def _read_claims(text: str) -> dict[int, float]:
+def _open_list() -> int | None:
+    """Open and lock the list; None where there can be none, or where something else has its name."""
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return None
+    try:
+        path = Path(tempfile.gettempdir()) / f"trainbus-ports-{os.geteuid()}"
+        # Others can write to the folder of temporary files. Their pipe or their lock would stop every start here.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _read_claims(text: bytes) -> dict[int, float]:
     """Return the claims that still count; none if their writer was killed in the middle."""
     now = time.monotonic()
     try:

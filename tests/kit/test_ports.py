@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import subprocess
@@ -61,14 +62,49 @@ def test_a_claim_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_ports(1) == [31_000]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"31000": null}', '{"31000"'])
-def test_a_broken_list_claims_nothing(text: str) -> None:
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"a": 1}', b'{"31000": null}', b'{"31000"', b"\xff"])
+def test_a_broken_list_claims_nothing(text: bytes) -> None:
     assert ports._read_claims(text) == {}
 
 
 def test_a_machine_without_a_place_for_the_list_has_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     assert len(free_ports(2)) == 2
+
+
+@pytest.mark.shell
+@pytest.mark.parametrize("folder", ["", "import tempfile; tempfile.gettempdir()"], ids=["no folder", "no list"])
+def test_a_full_disk_stops_no_start(folder: str, tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"  # no file can be written
+    script = f"{folder}; {limit}; from services.kit.ports import free_ports; print(*free_ports(2))".lstrip("; ")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={"TMPDIR": str(tmp_path)})
+    assert len(done.stdout.split()) == 2, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "another user's"])
+def test_a_list_of_somebody_else_is_left_alone(kind: str, own_claims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own_claims / f"trainbus-ports-{os.getuid()}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(own_claims / "elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("of another user")
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert len(free_ports(2)) == 2
+    assert not (own_claims / "elsewhere").exists()
+    assert kind != "another user's" or path.read_text() == "of another user"
+
+
+def test_what_a_stack_has_already_is_claimed_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "PORT_RANGE", (31_000, 31_004))
+    monkeypatch.setattr(ports, "port_is_free", lambda *_: True)
+    assert set(free_ports(2, besides=[31_000])) <= {31_001, 31_002, 31_003}
+    assert len(free_ports(1)) == 1
+    with pytest.raises(PortsError):
+        free_ports(1)
 
 
 def test_a_port_in_use_is_not_free() -> None:

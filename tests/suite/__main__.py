@@ -41,7 +41,7 @@ def run_lanes(names: list[str], workers: int, more: list[str], folder: Path) -> 
     # One run of pytest for all: a worker imports what the tests need once.
     spread = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers else ["-p", "no:xdist"]
     code, outcomes = run_pytest(["-q", "-m", marker, *spread, *more], folder)
-    red = any(outcome.result in ("failed", "broken") for outcome in outcomes)
+    red = any(outcome.is_red for outcome in outcomes)
     if code not in (EXIT_PASSED, EXIT_NONE) and not (code == EXIT_FAILED and red):
         outcomes.append(Outcome("tests", "broken", error=f"pytest ended with exit code {code}"))
     return outcomes
@@ -63,7 +63,7 @@ def retry_failed(outcomes: list[Outcome], programs: list[str], folder: Path) -> 
     Args:
         programs: pytest's options that name programs of the system.
     """
-    failed = [outcome for outcome in outcomes if outcome.result in ("failed", "broken")]
+    failed = [outcome for outcome in outcomes if outcome.is_red]
     found: list[Outcome] = []
     if len(failed) > MAX_FLAKY or any(outcome.result == "broken" for outcome in failed):
         return found
@@ -78,15 +78,17 @@ def retry_failed(outcomes: list[Outcome], programs: list[str], folder: Path) -> 
 def print_lanes(names: list[str], outcomes: list[Outcome], took_s: float) -> None:
     """Print what each lane cost. Its seconds are those of all processes together."""
     print()
-    for name in names:
-        seconds = [outcome.seconds for outcome in outcomes if outcome.lane == name]
-        print(f"lane {name}: {len(seconds)} tests, {sum(seconds):.0f} s of the processes")
+    for lane in LANES:
+        if lane.name not in names:
+            continue
+        seconds = [outcome.seconds for outcome in outcomes if outcome.lane == lane.name]
+        print(f"lane {lane.name} ({lane.needs}): {len(seconds)} tests, {sum(seconds):.0f} s of the processes")
     print(f"all after {took_s:.0f} s")
 
 
 def print_summary(outcomes: list[Outcome], flaky_tests: list[Outcome], problems: list[str]) -> None:
     """Print the failed tests, and last the count."""
-    red = [outcome for outcome in outcomes if outcome.result in ("failed", "broken")]
+    red = [outcome for outcome in outcomes if outcome.is_red]
     skipped = [outcome for outcome in outcomes if outcome.result == "skipped"]
     print("\n=== summary ===")
     for outcome in skipped:
@@ -125,7 +127,7 @@ def main() -> int:
     if not outcomes:
         problems.append("no test was selected")
     print_summary(outcomes, flaky_tests, problems)
-    return 1 if problems or any(outcome.result in ("failed", "broken") for outcome in outcomes) else 0
+    return 1 if problems or any(outcome.is_red for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def record(found: Sequence[Outcome], most: int, file: Path = FILE) -> list[str]:
     """
     with file.open("a") as out:
         for outcome in found:
-            failure = outcome.error.splitlines()[0].replace("\t", " ") if outcome.error else ""
+            failure = outcome.first_line.replace("\t", " ")
             out.write(f"{outcome.test}\t{datetime.now(UTC):%Y-%m-%dT%H:%MZ}\t{os.getloadavg()[0]:.1f}\t{failure}\n")
     listed = Counter(line.partition("\t")[0] for line in file.read_text().splitlines()[1:])
     problems = [

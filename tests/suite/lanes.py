@@ -13,12 +13,12 @@ class Lane:
     name: str
     #: pytest's expression for its tests; tests/conftest.py sets the markers.
     marker: str
-    what: str
+    needs: str
     #: A test that fails runs again, alone. What needs no other process has no reason to differ then.
     retries: bool
 
 
-CORES = Lane("cores", "core", "needs neither a server nor another process", retries=False)
+CORES = Lane("cores", "core", "neither a server nor another process", retries=False)
 SERVERS = Lane("servers", "not core and not e2e", "nats-server, S3, or processes of their own", retries=True)
 STACKS = Lane("stacks", "e2e", "whole stacks, with real training", retries=True)
 LANES = (CORES, SERVERS, STACKS)

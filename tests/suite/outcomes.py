@@ -30,6 +30,10 @@ class Outcome:
     is_hypothesis: bool = False
 
     @property
+    def is_red(self) -> bool:
+        return self.result in ("failed", "broken")
+
+    @property
     def first_line(self) -> str:
         return self.error.splitlines()[0] if self.error else "no message"
 
@@ -64,7 +68,7 @@ class OutcomeWriter:
             self._write(outcome)
 
     def _note_failure(self, outcome: Outcome, report: Any, result: Result) -> None:
-        if outcome.result in ("failed", "broken"):
+        if outcome.is_red:
             return  # the first failure counts, not that of the teardown after it
         lines = str(report.longrepr).rstrip().splitlines()
         crash = getattr(report.longrepr, "reprcrash", None)
@@ -73,7 +77,7 @@ class OutcomeWriter:
         outcome.lines = tuple(lines[-5:])
 
     def _write(self, outcome: Outcome) -> None:
-        if outcome.result in ("failed", "broken"):  # at once: who watches need not wait for the last test
+        if outcome.is_red:  # at once: who watches need not wait for the last test
             self._terminal.ensure_newline()
             self._terminal.write_line(f"{outcome.result} {outcome.test}: {outcome.first_line}")
         self._file.write(json.dumps(asdict(outcome)) + "\n")

@@ -174,9 +174,8 @@ class _Ports:
         if keep:
             return {name: self.known[name] for name in names}
         wanted = [name for name in names if name not in self.known or not port_is_free(self.known[name])]
-        taken = {self.known[name] for name in names if name not in wanted}
-        fresh = [port for port in free_ports(len(names) + len(wanted)) if port not in taken]
-        self.known.update(zip(wanted, fresh, strict=False))
+        fresh = free_ports(len(wanted), besides=self.known.values())
+        self.known.update(zip(wanted, fresh, strict=True))
         write_json(self.path, self.known)
         return {name: self.known[name] for name in names}
 

@@ -158,10 +158,7 @@ class S3Server(Server):
     ) -> None:
         super().__init__(folder, port)
         self.access_key, self.secret_key = access_key, secret_key
-        # A caller with several servers chooses all ports at once: a port stays free until its server starts.
-        self._inner = (
-            list(inner_ports) or [one for one in free_ports(self.INNER_PORTS + 1) if one != port][: self.INNER_PORTS]
-        )
+        self._inner = list(inner_ports) or free_ports(self.INNER_PORTS, besides=[port])
 
     @property
     def endpoint(self) -> str:

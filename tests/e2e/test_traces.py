@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,9 @@ import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from services.kit.bus import Bus
 from tests.e2e.support import Stack, connected
+from tests.kit.support import until
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
@@ -113,15 +114,19 @@ async def _train(folder: Path) -> str:
         run_id = await stack.publish(body, headers={"traceparent": f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"})
         await stack.wait_for(run_id, "completed")
         await stack.wait_for(run_id, "promoted")
-        # What MLflow is told about the verdict comes last.
-        deadline = time.monotonic() + 120
-        while (await bus.js.consumer_info("FACTS", "tracking")).num_ack_pending + (
-            await bus.js.consumer_info("FACTS", "tracking")
-        ).num_pending:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+        # Last come what MLflow is told, and the answer whether the model can be served.
+        await until(lambda: _has_handled_all(bus, "tracking"), "tracking to have handled all facts", timeout_s=120)
+        async with asyncio.timeout(120):
+            async for batch in bus.follow("FACTS", ("model.*.deployed", "model.*.deploy_failed")):
+                if batch:
+                    break
     await bus.close()
     return run_id
+
+
+async def _has_handled_all(bus: Bus, consumer: str) -> bool:
+    info = await bus.js.consumer_info("FACTS", consumer)
+    return not info.num_pending and not info.num_ack_pending
 
 
 def test_without_a_collector_nothing_is_traced() -> None:

@@ -43,6 +43,8 @@ DEFAULT_EXPERIMENT = "default"
 KIND, TRAINING_KIND = "mlflow.experimentKind", "custom_model_development"
 MODEL_VERSIONS = "mlflow.modelVersions"
 CHAMPION_VERSION = "trainbus.champion_version"
+#: Tables of MLflow's database that have one row before anything is tracked.
+MADE_WITH_A_ROW = {"alembic_version", "experiments", "workspaces"}
 
 
 class TrackingUnavailable(Exception):
@@ -456,10 +458,15 @@ def _make_database(path: Path, artifact_location: str | None) -> None:
     """Make a new database beside ``path`` and move it there whole.
 
     MLflow's migrations take seconds and are no transaction: killed in between, they leave a database that
-    opens never again.
+    opens never again. Whoever opens the address early, a notebook or ``mlflow ui``, begins one of its own there.
+
+    Raises:
+        sqlite3.OperationalError: somebody is writing there now.
     """
     if path.exists():
-        return
+        with closing(sqlite3.connect(path)) as present:
+            if _is_made(present):
+                return
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -472,4 +479,25 @@ def _make_database(path: Path, artifact_location: str | None) -> None:
     with closing(sqlite3.connect(new)) as database:
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    new.rename(path)
+    # The lock keeps everybody's journal away from the file that comes here, SQLite its journals of earlier ones.
+    # Who has the file open that goes is told so by SQLite at the next write.
+    with closing(sqlite3.connect(path, isolation_level=None)) as present:
+        present.execute("BEGIN EXCLUSIVE")
+        if _is_made(present):
+            new.unlink()
+        else:
+            new.replace(path)
+
+
+def _is_made(database: sqlite3.Connection) -> bool:
+    """Whether this is a whole database, or one with something in it: one that is not to be replaced."""
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    if database.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+        return True  # Made here.
+    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    rows = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in tables}  # noqa: S608
+    if any(count > (name in MADE_WITH_A_ROW) for name, count in rows.items()):
+        return True
+    versions = database.execute("SELECT * FROM alembic_version").fetchall() if "alembic_version" in rows else []
+    return versions == [(_get_latest_schema_revision(),)]

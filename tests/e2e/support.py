@@ -310,12 +310,14 @@ class Stack:
 
         info = read_stack(self.data_dir)
         assert info is not None
-        client = MlflowClient(info.mlflow_tracking_uri)
         deadline = time.monotonic() + 120
         while True:
             tracked = [r.event for r in await self.facts(run_id) if r.event.fact == "tracked"]
-            if tracked and client.get_run(tracked[-1].mlflow_run_id).info.status in ("FINISHED", "FAILED", "KILLED"):
-                break
+            # Not before the fact: where there is no database yet, a client begins to make one.
+            if tracked:
+                client = MlflowClient(info.mlflow_tracking_uri)
+                if client.get_run(tracked[-1].mlflow_run_id).info.status in ("FINISHED", "FAILED", "KILLED"):
+                    break
             assert time.monotonic() < deadline, "the run has not ended in MLflow"
             await asyncio.sleep(0.2)
         found: dict[str, dict[int, float]] = {}

@@ -24,7 +24,7 @@ from contracts.spec.run import RunSpec
 from services.tracking.core import describe
 from services.tracking.core.fold import Run, fold
 from services.tracking.core.points import NO_CEILING, NOTHING, Cursor, Point, Selector, ceilings
-from tests.tracking.conftest import START, task_spec
+from tests.tracking.conftest import START, command_spec, task_spec
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -96,6 +96,28 @@ def test_what_a_run_begins_with_stands_in_its_tags_and_params() -> None:
     assert (params["init_from"], params["init_exclude"]) == (uri, '["head.*"]')
     plain = RunSpec.model_validate(task | {"training": {"epochs": 1}})
     assert not [name for name in describe.params(plain) if name.startswith("init")]
+
+
+def test_what_a_script_sets_before_its_placement_is_known_is_kept_once() -> None:
+    run = Run("r1")
+    fold(run, RunAccepted(run_id="r1", spec=command_spec(), request_id="1", request_source="t"), AT, 1)
+    fold(run, placed(1, None), AT, 2)
+    early = RunProgress(
+        run_id="r1", generation=2, node_id="n", rank=0, offset=0, points=(), params={"lr": "1"}, tags={"color": "red"}
+    )
+
+    def read(cursor: Cursor) -> tuple[dict[str, str], dict[str, str], Cursor]:
+        selector = Selector(run, run.generation, cursor, {})
+        assert cursor.start <= 7, "it would not be read again"
+        selector.select([(7, early)])
+        return selector.params, selector.tags, selector.next_cursor()
+
+    *nothing, cursor = read(Cursor())
+    assert nothing == [{}, {}]
+    fold(run, placed(2, 0), AT, 3)
+    *found, cursor = read(cursor)
+    assert found == [{"lr": "1"}, {"color": "red"}]
+    assert cursor.start == 8
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Cursor:
     """What of PROGRESS is in MLflow.
 
     Of everything up to sequence ``read``, what survives ``generation`` having committed ``step`` is logged.
-    ``start`` is where the next reading must begin: the first batch that holds points still withheld.
+    ``start`` is where the next reading must begin: the first batch that holds something still withheld.
     """
 
     generation: int = 0
@@ -116,13 +116,16 @@ class Selector:
                     chosen.update(dict.fromkeys(self._system(batch)))
                 continue
             ceiling = final.get(batch.generation, NOTHING)
-            if not known and ceiling > NOTHING:
+            floor = logged.get(batch.generation, NOTHING) if known else NOTHING
+            # A batch may come before the fact that its generation was placed: then it is read once more.
+            highest = NO_CEILING if batch.generation > self.generation else some_day.get(batch.generation, NOTHING)
+            described = bool(batch.params or batch.tags)
+            if floor == NOTHING < ceiling:
                 for name, value in batch.params.items():
                     self.params.setdefault(name, value)
                 self.tags |= batch.tags
-            floor = logged.get(batch.generation, NOTHING) if known else NOTHING
-            highest = NO_CEILING if batch.generation > self.generation else some_day.get(batch.generation, NOTHING)
-            if any(ceiling < point.step <= highest for point in batch.points):
+            held = described and ceiling == NOTHING < highest
+            if held or any(ceiling < point.step <= highest for point in batch.points):
                 self.held = sequence if self.held is None else min(self.held, sequence)
             for point in self._select_training_points(batch, floor, ceiling):
                 chosen[point] = None

@@ -491,13 +491,15 @@ def _make_database(path: Path, artifact_location: str | None) -> None:
 
 def _is_made(database: sqlite3.Connection) -> bool:
     """Whether this is a whole database, or one with something in it: one that is not to be replaced."""
-    from mlflow.store.db.utils import _get_latest_schema_revision
-
     if database.execute("PRAGMA journal_mode").fetchone() == ("wal",):
         return True  # Made here.
     tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     rows = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in tables}  # noqa: S608
     if any(count > (name in MADE_WITH_A_ROW) for name, count in rows.items()):
         return True
-    versions = database.execute("SELECT * FROM alembic_version").fetchall() if "alembic_version" in rows else []
-    return versions == [(_get_latest_schema_revision(),)]
+    if not rows.get("alembic_version"):
+        return False
+    # Reads MLflow's migrations, which takes longer than anybody is to meet an empty file under its lock.
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    return database.execute("SELECT * FROM alembic_version").fetchall() == [(_get_latest_schema_revision(),)]

@@ -85,8 +85,10 @@ async def kill_while_the_database_is_made(spawn: Spawn, folder: Path) -> None:
 
 
 async def written_to(database: Path) -> bool:
-    """Whether a run is in it."""
+    """Whether a run is in it. Who opens the address while the database is put there meets an empty file."""
     if not database.exists():
         return False
     with closing(sqlite3.connect(database)) as connection:
+        if not connection.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():
+            return False
         return bool(connection.execute("SELECT count(*) FROM runs").fetchone()[0])

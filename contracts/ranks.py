@@ -49,6 +49,13 @@ EXIT_DONE = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
 #: Exit code of a rank that had no agent for ``orphan_timeout_s``: its node counts as lost.
 EXIT_ORPHANED = 76
+#: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
+PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
+
+
+def is_about_lost_peer(text: str) -> bool:
+    """Whether an error of a rank says that another rank is gone."""
+    return any(sign in text for sign in PEER_LOST_SIGNS)
 
 
 class Line(BaseModel):

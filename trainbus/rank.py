@@ -15,7 +15,16 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch, ResultLine, StartedLine
+from contracts.ranks import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    LAUNCH_VARIABLE,
+    EndedLine,
+    Launch,
+    ResultLine,
+    StartedLine,
+    is_about_lost_peer,
+)
 from trainbus.agent_link import AgentLink, Control, Journal
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
@@ -39,8 +48,6 @@ EXIT_FAILED = 1
 EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged)
 #: Errors that the same request always causes again.
 PERMANENT = (StateMismatch, OrderMismatch)
-#: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
-PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
 
 def run(env: Mapping[str, str]) -> int:
@@ -191,7 +198,7 @@ def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
     else:
         traceback.print_exception(error)
         text = describe(error, launch.code_folder)
-        if any(sign in text for sign in PEER_LOST_SIGNS):
+        if is_about_lost_peer(text):
             text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
     return EndedLine(time=time.time(), outcome="failed", error=text[:4000], permanent=_is_permanent(error))

@@ -187,6 +187,27 @@ def test_first_failure_is_the_cause(exits: list[rank_exits.Exit], rank: int | No
     assert (failure.rank if failure else None) == rank
 
 
+MISSES = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31000"
+OWN_FAILURES = [
+    ("a peer that misses it ends first", [(0, 1, 1.0), (1, 134, 2.0)], {0: MISSES, 1: "ValueError: broken"}, 1),
+    ("all miss one of another node", [(0, 1, 1.0), (1, 1, 2.0)], {0: MISSES, 1: MISSES}, 0),
+    ("what the agent killed is no cause", [(0, 1, 1.0), (1, -9, 2.0)], {0: MISSES, 1: ""}, 0),
+    ("what was killed first is", [(0, 1, 2.0), (1, -9, 1.0)], {0: "KeyError: 1", 1: ""}, 1),
+    ("who is done is no cause", [(0, 1, 1.0), (1, 0, 2.0)], {0: MISSES, 1: ""}, 0),
+    ("none has failed", [(0, 0, 1.0), (1, 75, 2.0)], {0: MISSES, 1: ""}, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("exits", "lines", "rank"), [case[1:] for case in OWN_FAILURES], ids=[case[0] for case in OWN_FAILURES]
+)
+def test_a_rank_that_misses_a_peer_is_not_the_cause(
+    exits: list[tuple[int, int, float]], lines: dict[int, str], rank: int | None
+) -> None:
+    found = rank_exits.first_own_failure([rank_exits.Exit(*each) for each in exits], lambda rank: [lines[rank]])
+    assert (found.rank if found else None) == rank
+
+
 TORCHRUN = """\
 step=2
 rank 1 breaks

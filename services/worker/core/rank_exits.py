@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from contracts.ranks import EXIT_DONE, EXIT_ORPHANED, EXIT_STOPPED
+from contracts.ranks import EXIT_DONE, EXIT_ORPHANED, EXIT_STOPPED, is_about_lost_peer
 
 TAIL_LINES = 30
 #: Lines that are searched for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
+#: Exit codes of a process that SIGKILL ended: for subprocess, for a shell.
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
 #: torch's errors when the other nodes' ranks never came to the rendezvous.
@@ -58,6 +60,26 @@ def first_failure(exits: Sequence[Exit]) -> Exit | None:
     """Return the first process that failed."""
     failures = [each for each in exits if each.code not in (EXIT_DONE, EXIT_STOPPED)]
     return min(failures, key=lambda each: each.at) if failures else None
+
+
+def first_own_failure(exits: Sequence[Exit], tail: Callable[[int], Sequence[str]]) -> Exit | None:
+    """Return the first process that failed; if it misses a peer, the first one that failed by itself, if any did.
+
+    A rank that breaks may take longer to end than a peer that misses it.
+
+    Args:
+        tail: the last lines that a rank printed.
+    """
+    first = first_failure(exits)
+    if first is None or not _misses_peer(tail(first.rank)):
+        return first
+    # The agent kills those that outlive a failure.
+    own = [each for each in exits if each.code not in KILLED and not _misses_peer(tail(each.rank))]
+    return first_failure(own) or first
+
+
+def _misses_peer(lines: Sequence[str]) -> bool:
+    return any(is_about_lost_peer(line) for line in lines)
 
 
 def all_succeeded(exits: Sequence[Exit]) -> bool:

@@ -34,7 +34,13 @@ from services.worker.checkpoints.survivor_state import (
 from services.worker.core.journal import JournalSource
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.core.rank_environment import NodeEnvironment, build_process_specs, is_command
-from services.worker.core.rank_exits import SEARCHED_LINES, all_succeeded, describe_exit, first_failure
+from services.worker.core.rank_exits import (
+    SEARCHED_LINES,
+    all_succeeded,
+    describe_exit,
+    first_failure,
+    first_own_failure,
+)
 from services.worker.data_dir import GenerationFiles, PlacementRecord
 from services.worker.generation.preparation import GenerationInputs, open_dataset, prepare_inputs
 from services.worker.generation.rank_group import RankGroup, SurvivorGrace
@@ -433,7 +439,7 @@ class GenerationRunner:
 
     async def _decide_report(self, follower: JournalFollower, stager: CheckpointStager) -> Report:
         exits, ranks = self._group.exits, follower.state.ranks
-        failure = first_failure(exits)
+        failure = first_own_failure(exits, lambda rank: follower.tail(rank, SEARCHED_LINES))
         if is_command(self.placed.spec) and self._requests.stop is not None and not self._group.killed:
             failure = None  # a script that ends on SIGTERM has ended as it should, with any exit code
         if failure is not None and self._requests.stop is None:

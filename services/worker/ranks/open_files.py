@@ -83,11 +83,13 @@ def wait_until_stopped(wrappers: Iterable[int]) -> bool:
     Children in process groups of their own are not waited for: the signal does not reach them.
     """
     deadline = time.monotonic() + STOP_S
-    while not all(_has_stopped(pid) for pid in wrappers):
-        if time.monotonic() > deadline:
+    while True:
+        is_late = time.monotonic() > deadline  # before the look: a pause of this process takes none away
+        if all(_has_stopped(pid) for pid in wrappers):
+            return True
+        if is_late:
             return False
         time.sleep(STOP_POLL_S)
-    return True
 
 
 def _find_written(wrapper: psutil.Process) -> set[str] | None:

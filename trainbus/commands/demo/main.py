@@ -38,7 +38,14 @@ from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.project import BROKEN_TASK, EXAMPLE, HELD_TASK, describe_holds, pack_demo_project
 from trainbus.commands.demo.screen import Screen
 from trainbus.commands.demo.served_model import ServedDemo, Wait, show_answer, show_refusal
-from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
+from trainbus.embedded.launch import (
+    READY_TIMEOUT_S,
+    StackError,
+    StackInfo,
+    StackProcess,
+    describe_lock,
+    is_locked,
+)
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 from trainbus.step_hold import StepHold
 
@@ -175,7 +182,7 @@ def _wait_until_interrupted(stack: StackProcess) -> None:
 def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     stage = demo.screen.stage("embedded stack")
     stage.detail = "NATS, S3, eight services, two nodes of two slots"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + READY_TIMEOUT_S
     info: StackInfo | None = None
     while info is None:
         # In short waits, so that the screen lives.

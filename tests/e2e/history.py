@@ -232,8 +232,9 @@ class Theatre:
         for deed, wait_s, whom in deeds:
             await started.wait()
             await asyncio.sleep(wait_s)
-            if await self._do(deed, whom, result):
-                result.done.append(deed)
+            with contextlib.suppress(ProcessLookupError):  # it was to be killed and is just being started again
+                if await self._do(deed, whom, result):
+                    result.done.append(deed)
 
     async def _do(self, deed: Deed, whom: float, result: Result) -> bool:
         """Do it to the one that ``whom`` (0 to 1) falls on; False if there was nobody to do it to."""

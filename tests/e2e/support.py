@@ -31,6 +31,8 @@ from trainbus.step_hold import StepHold
 PROJECT = Path(__file__).parent / "project"
 LAKE = "s3://lake/digits-small/"
 IMAGES = 300
+#: Seconds until a run, alone or among others, has come as far as a test waits for.
+DONE_S = 240.0
 OVER = ("rejected", "completed", "failed", "cancelled")
 Body = dict[str, Any]
 
@@ -187,7 +189,7 @@ class Stack:
         self,
         run_id: str,
         fact: str,
-        timeout_s: float = 60.0,
+        timeout_s: float = DONE_S,
         condition: Callable[[Any], bool] = lambda _: True,
         or_else: tuple[str, ...] = (),
     ) -> Any:
@@ -206,7 +208,7 @@ class Stack:
             assert time.monotonic() < deadline, f"no {fact} of {run_id} within {timeout_s:.0f} s; seen: {seen}"
         raise AssertionError("unreachable")
 
-    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 60.0, generation: int = 1) -> None:
+    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = DONE_S, generation: int = 1) -> None:
         """Wait until training has reported ``step`` in this generation or a later one."""
         deadline = time.monotonic() + timeout_s
         async for batch in self.bus.follow("PROGRESS", (f"progress.{run_id}",)):
@@ -238,10 +240,17 @@ class Stack:
     # -- faults -------------------------------------------------------------
 
     def pid(self, name: str) -> int:
-        """The process of a server, service or node of the stack."""
+        """The process of a server, service or node of the stack.
+
+        Raises:
+            ProcessLookupError: it has ended and is not started again yet.
+        """
         info = read_stack(self.data_dir)
         assert info is not None
-        return next(p["pid"] for p in info.processes if p["name"] == name and p["pid"])
+        found = next((int(p["pid"]) for p in info.processes if p["name"] == name and p["pid"]), None)
+        if found is None:
+            raise ProcessLookupError(f"{name} is just being started again")
+        return found
 
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)

@@ -9,12 +9,11 @@ import psutil
 import pytest
 
 from contracts.base import run_id_for
-from tests.e2e.support import Stack
+from tests.e2e.support import DONE_S, Stack
 from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
 
-DONE_S = 240.0
 NO_VERDICT: dict[str, Any] = {"model": None, "evaluation": None}
 
 

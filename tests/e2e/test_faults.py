@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import LAKE, Stack, connected
+from tests.e2e.support import DONE_S, LAKE, Stack, connected
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
 pytestmark = [pytest.mark.e2e]
 
 EPOCHS = 8
-DONE_S = 240.0
 #: A step is reported while the next ones are under way.
 REPORTED_LATER = 5
 

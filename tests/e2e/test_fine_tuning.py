@@ -12,13 +12,12 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from tests.e2e.support import IMAGES, PROJECT, Body, Stack, digits, held, package
+from tests.e2e.support import DONE_S, IMAGES, PROJECT, Body, Stack, digits, held, package
 from trainbus.embedded.launch import read_stack
 from trainbus.step_hold import StepHold
 
 #: The first five digits alone.
 HALF = "s3://lake/digits-half/"
-DONE_S = 240.0
 #: A body under a head of its own.
 TASK = """
 from slow_task import Slow

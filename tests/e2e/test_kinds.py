@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.support import PROJECT, Stack, held, package
+from tests.e2e.support import DONE_S, PROJECT, Stack, held, package
 from trainbus.step_hold import StepHold
 
 pytestmark = [pytest.mark.e2e]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DONE_S = 240.0
 
 
 async def digits_run(stack: Stack, *, epochs: int, hold: StepHold | None = None, **training: Any) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.support import Stack
+from tests.e2e.support import DONE_S, Stack
 from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
 
-DONE_S = 240.0
 EPOCHS = 9
 #: It knows nothing of trainbus but the folder. It waits at an epoch until it is ended there for the first time.
 SCRIPT = """

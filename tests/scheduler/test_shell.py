@@ -229,10 +229,12 @@ async def test_a_start_without_a_policy_keeps_quotas(settings: Settings, bus: Bu
 
 async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: Settings, bus: Bus) -> None:
     async with running(settings):
-        await join(bus, "n1", 1, ttl_s=1.0)
-        run_id = await request(bus, "train", COMMAND)
-        await until(bus, f"run.{run_id}.placed")
         bucket = await bus.open_bucket(topology.LEASES)
+        # Its lease ends when the run is there, however long that takes.
+        async with Lease(bucket, "node.n1", "n1", 10.0).leadership():
+            await join(bus, "n1", 1, ttl_s=10.0)
+            run_id = await request(bus, "train", COMMAND)
+            await until(bus, f"run.{run_id}.placed")
         async with Lease(bucket, "node.n2", "n2", 60.0).leadership():
             await join(bus, "n2", 1, ttl_s=60.0)
             assert isinstance((await until(bus, "node.n1.lost"))[0].event, NodeLost)

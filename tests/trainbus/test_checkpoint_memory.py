@@ -28,6 +28,7 @@ from tests.trainbus.support import (
 )
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
+from trainbus.step_hold import StepHold
 from trainbus.trainer.survivor_state import find_local_parts
 
 pytestmark = pytest.mark.shell
@@ -55,15 +56,54 @@ def spec_of(**changes: Any) -> RunSpec:
 def start(
     warm: Warm, folder: Path, dataset: Dataset, world_size: int, generation: int, memory: Path, **changes: Any
 ) -> Gang:
-    path = write_launch(folder, spec_of(**changes), dataset, CODE, world_size=world_size, generation=generation)
+    return start_run(warm, folder, dataset, world_size, generation, memory, spec_of(**changes), CODE)
+
+
+def start_run(
+    warm: Warm,
+    folder: Path,
+    dataset: Dataset,
+    world_size: int,
+    generation: int,
+    memory: Path,
+    spec: RunSpec,
+    code: Path,
+    **env: str,
+) -> Gang:
+    path = write_launch(folder, spec, dataset, code, world_size=world_size, generation=generation)
     launch = Launch.model_validate_json(path.read_bytes())
     path.write_text(launch.model_copy(update={"memory_folder": memory}).model_dump_json())
-    return Gang(warm, folder, path, world_size)
+    return Gang(warm, folder, path, world_size, **env)
 
 
 def digests(folder: Path) -> dict[str, str]:
     parts = whole_checkpoint(folder).glob("digests-*.json")
     return {name: found for part in parts for name, found in json.loads(part.read_text()).items()}
+
+
+#: Waits before a step that comes long after the first checkpoint, for as long as the test holds it.
+HELD_TASK = """
+import os
+
+import exact_tasks
+from trainbus.step_hold import wait_at
+
+
+class HeldTask(exact_tasks.CNN):
+    def optimizer(self, model):
+        self.step = 0
+        optimizer = super().optimizer(model)
+        optimizer.register_step_post_hook(self.count)
+        return optimizer
+
+    def count(self, *_):
+        self.step += 1
+
+    def loss(self, model, batch):
+        if model.training and "HELD_BY" in os.environ:
+            wait_at(self.step, {os.environ["HELD_BY"]: 40})
+        return super().loss(model, batch)
+"""
 
 
 @pytest.mark.parametrize("worlds", [(2, 3), (1, 2)], ids=["a survivor's state", "a snapshot"])
@@ -73,17 +113,23 @@ def test_a_killed_rank_changes_no_bit(warm: Warm, tmp_path: Path, dataset: Datas
     assert undisturbed.wait() == [0, 0], undisturbed.logs()
 
     memory = tmp_path / "memory"
-    first = start(warm, tmp_path / "g1", dataset, worlds[0], 1, memory)
-    path = tmp_path / "g1" / "rank_0.jsonl"
-    while not (path.exists() and any(isinstance(line, CheckpointLine) for line in journal(path.parent))):
-        time.sleep(0.01)
-    os.kill(first.pids[-1], signal.SIGKILL)
+    code = tmp_path / "code"
+    code.mkdir()
+    shutil.copy(CODE / "exact_tasks.py", code)
+    (code / "held_task.py").write_text(HELD_TASK)
+    spec = spec_of().model_copy(update={"task": "held_task:HeldTask"})
+    with StepHold(tmp_path / "hold") as hold:
+        first = start_run(warm, tmp_path / "g1", dataset, worlds[0], 1, memory, spec, code, HELD_BY=str(hold.path))
+        path = tmp_path / "g1" / "rank_0.jsonl"
+        while not (path.exists() and any(isinstance(line, CheckpointLine) for line in journal(path.parent))):
+            time.sleep(0.01)
+        os.kill(first.pids[-1], signal.SIGKILL)
     codes = first.wait()
     assert 0 not in codes, first.logs()
     left = [path.name for path in (memory / "g1").iterdir() if not path.name.startswith(".")]
     assert left
 
-    second = start(warm, tmp_path / "g2", dataset, worlds[1], 2, memory)
+    second = start_run(warm, tmp_path / "g2", dataset, worlds[1], 2, memory, spec, code)
     assert second.wait() == [0] * worlds[1], second.logs()
     started = next(line for line in journal(tmp_path / "g2") if isinstance(line, StartedLine))
     assert (started.resumed_from, started.exactness) == ("memory", "exact")

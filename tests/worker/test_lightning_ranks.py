@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import RunExited
+from tests.kit.support import until
 from tests.worker.conftest import World
 from tests.worker.test_output_folder import commits, last_checkpoint, lines, place
 
@@ -59,11 +61,17 @@ trainer.fit(Regression(), data, ckpt_path=keep.resume_path)
 """
 
 
+async def has_begun(world: World, rank: int, epoch: int) -> bool:
+    return f"rank {rank} of 2 epoch {epoch}" in await lines(world, rank)
+
+
 async def test_two_ranks_are_killed_and_go_on(world: World, agent: Any, commits: None) -> None:
     await agent()
     await place(world, SCRIPT, slots=(0, 1))
     second = await world.wait_for(CheckpointCommitted, count=2, timeout_s=240)
     assert (second.checkpoint.step, second.checkpoint.epoch) == (8, 2)
+    for rank in (0, 1):
+        await until(partial(has_begun, world, rank, 2), f"rank {rank} in its third epoch")
     processes = json.loads((world.settings.data_dir / "runs/r1/g1/processes.json").read_text())
     os.killpg(processes[1]["pid"], signal.SIGKILL)
     failed = await world.wait_for(RunExited)

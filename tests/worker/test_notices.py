@@ -20,6 +20,7 @@ from aiohttp import web
 
 from contracts.events.node import NodeNotice
 from contracts.events.run import RunReleased
+from services.worker.notices import clouds, cluster_managers
 from services.worker.notices.clouds import AzureSource, Ec2Source, GcpSource, MetadataServer
 from services.worker.notices.cluster_managers import KubernetesSource, SlurmSource
 from services.worker.notices.listener import find_sources, forward_notices
@@ -72,7 +73,8 @@ def _etag(body: str) -> str:
 
 
 @pytest_asyncio.fixture
-async def fake() -> AsyncIterator[Fake]:
+async def fake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fake]:
+    monkeypatch.setattr(clouds, "PROBE_TIMEOUT_S", 60.0)
     fake = Fake()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.serve)
@@ -193,7 +195,8 @@ async def test_slurm_signal_and_time_limit_are_notices() -> None:
     assert over.kind == "time-limit"
 
 
-async def test_kubernetes_hook_gives_the_grace(tmp_path: Path) -> None:
+async def test_kubernetes_hook_gives_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_managers, "WRITE_TIME_S", 60.0)
     marker = tmp_path / "prestop"
     marker.write_text("5")
     os.utime(marker, (1, 1))  # of another life of the container

@@ -22,7 +22,8 @@ from tests.worker.conftest import World, package
 
 pytestmark = pytest.mark.shell
 
-#: Saves the epoch in place, goes on from the saved one, holds at ``hold`` until it is stopped or killed.
+#: Saves the epoch in place, goes on from the saved one, holds at ``hold`` until it is stopped or killed. Before that
+#: epoch it saves nothing: what is kept of it is one state.
 EPOCHS = """
 import json, os, pathlib, sys, time
 out = pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"])
@@ -32,6 +33,8 @@ epoch = json.loads(state.read_text())["epoch"] if state.exists() else 0
 print("begins at", epoch, "resumes", os.environ.get("TRAINBUS_RESUME_STEP"), flush=True)
 while epoch < last:
     epoch += 1
+    if epoch < hold:
+        continue
     with open(os.environ["TRAINBUS_JOURNAL"], "a") as journal:
         values = {"validation/loss": 1 / epoch}
         print(json.dumps({"kind": "metrics", "step": 10 * epoch, "epoch": epoch, "values": values}), file=journal)
@@ -98,7 +101,7 @@ async def test_what_has_settled_is_kept_while_the_script_runs(world: World, agen
     staged = await world.wait_for(CheckpointStaged)
     assert staged.step == 20
     # Nothing changes: nothing is kept again.
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=5))
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
     released = await world.wait_for(RunReleased)
     assert released.clean
     assert (await last_checkpoint(world)).step == 20
@@ -117,7 +120,7 @@ async def test_the_next_attempt_finds_the_last_kept_state_on_another_node(
         exited = await world.wait_for(RunExited)
         assert "SIGKILL" in exited.reason
     else:
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=5))
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
         assert (await world.wait_for(RunReleased)).clean
     await agent(node_id="n2", data_dir=world.settings.data_dir / "n2")
     world.settings = world.settings.model_copy(update={"node_id": "n2"})
@@ -150,7 +153,7 @@ async def test_a_stop_reaches_the_script_and_loses_nothing(
     await agent()
     await place(world, HANDLES_STOP, code)
     await world.wait_for(CheckpointStaged)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=10))
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
     released = await world.wait_for(RunReleased)
     assert (released.clean, released.step) == (True, 7)
     assert (await fetch(world, agent, tmp_path / "f"))["saved"] == "on stop"
@@ -276,7 +279,7 @@ async def test_a_file_that_is_written_all_the_time_is_kept(
         os.killpg(processes[0]["pid"], signal.SIGKILL)
         await world.wait_for(RunExited)
     else:
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=5))
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
         assert (await world.wait_for(RunReleased)).clean
     kept = (await fetch(world, agent, tmp_path / "f"))["state"]
     assert kept.isdigit()

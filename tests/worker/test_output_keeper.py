@@ -56,6 +56,8 @@ class Script:
 
     def kill_before_its_wrapper_knows(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         self.process.kill()
         while self.process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)

@@ -35,15 +35,18 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
     committing = asyncio.create_task(world.commit_all())
     try:
         await until(lambda: service.check_readiness().get("joined", False), 90)
-        steps, fields = 800, {"task": "task:Linear", "grace_s": 20, "dataset": prepared}
-        training = {"max_steps": steps, "global_batch": 16, "checkpoint_every_steps": 50}
+        fields = {"task": "task:Linear", "grace_s": 60, "dataset": prepared}
+        # It has no end of its own before it is stopped.
+        training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 50}
         await world.place(slots=(0, 1), training=training, **fields)
         await world.wait_steps(10)
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=20))
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
         released: RunReleased = await world.wait_for(RunReleased, timeout_s=90)
         assert released.clean, released
         resume = await _last_commit(world)
         assert resume.step == released.step
+        steps = released.step + 200
+        training["max_steps"] = steps
         await world.place(generation=2, resume=resume, training=training, **fields)
         exited: Any = await world.wait_for(RunExited, timeout_s=90)
         assert (exited.outcome, exited.step, exited.samples_consumed) == ("succeeded", steps, steps * 16), exited
@@ -71,7 +74,7 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
     survivors = world.settings.data_dir.resolve() / "runs" / "r1" / "survivors"
     try:
         await until(lambda: service.check_readiness().get("joined", False), 90)
-        training: dict[str, Any] = {"max_steps": 1000, "global_batch": 16, "checkpoint_every_steps": 400}
+        training: dict[str, Any] = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 400}
         training |= {"logical_ranks": 2, "strategy": "zero1", "validate_every_steps": 100_000}
         fields: dict[str, Any] = {"task": "task:Linear", "grace_s": 10, "dataset": prepared, "training": training}
         await world.place(slots=(0, 1), **fields)
@@ -84,12 +87,13 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
         await world.place(generation=2, code=nowhere, **fields)
         await world.wait_for(RunExited)
         committing = asyncio.create_task(world.commit_all())
+        steps = training["max_steps"] = released.step + 200
         await world.place(generation=3, **fields)
         started: Any = await world.wait_for(RunStarted, count=2)
         assert (started.generation, started.resumed_from, started.step) == (3, "memory", released.step)
         exited: Any = await world.wait_for(RunExited, count=2, timeout_s=300)
-        assert (exited.outcome, exited.step) == ("succeeded", 1000), exited
-        assert sorted(set(await world.steps())) == [*range(1, 1001)]
+        assert (exited.outcome, exited.step) == ("succeeded", steps), exited
+        assert sorted(set(await world.steps())) == [*range(1, steps + 1)]
         await until(lambda: not any(survivors.iterdir()), 90)  # the third has a checkpoint in the store
     finally:
         if committing is not None:

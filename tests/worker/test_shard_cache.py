@@ -173,7 +173,7 @@ async def test_two_runs_share_each_download(
     stored = await store(objects, s3_settings.bucket_datasets, shards=8)
     async with FaultProxy(s3_server.port, latency_s=0.02) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with node(through, tmp_path / "cache") as (cache, _), cache.pin_files() as pins:
+        async with node(through, tmp_path / "cache", stall_s=30.0) as (cache, _), cache.pin_files() as pins:
             first = await begin(cache, stored, tmp_path / "one", pins)
             second = await begin(cache, stored, tmp_path / "two", pins)
             first.apply_plan(sequence(stored, list(range(8))))
@@ -197,7 +197,7 @@ async def test_shard_needed_last_is_evicted_first(
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         async with (
-            node(through, tmp_path / "cache", max_bytes=5 * each) as (cache, shards),
+            node(through, tmp_path / "cache", max_bytes=5 * each, stall_s=30.0) as (cache, shards),
             cache.pin_files() as pins,
         ):
             view = await begin(cache, stored, tmp_path / "view", pins)
@@ -258,7 +258,7 @@ async def test_two_datasets_beyond_the_limit_do_not_evict_each_other(
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         async with (
-            node(through, tmp_path / "cache", max_bytes=8 * each) as (cache, shards),
+            node(through, tmp_path / "cache", max_bytes=8 * each, stall_s=30.0) as (cache, shards),
             cache.pin_files() as pins,
         ):
             checkpoint = cache.files.blob("ab" * 32)
@@ -408,7 +408,10 @@ async def test_shared_folder_is_read_first_and_filled(
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         for number in range(3):
-            async with node(through, tmp_path / f"cache{number}", warm=warm) as (cache, _), cache.pin_files() as pins:
+            async with (
+                node(through, tmp_path / f"cache{number}", warm=warm, stall_s=30.0) as (cache, _),
+                cache.pin_files() as pins,
+            ):
                 before = proxy.egress_bytes
                 await begin(cache, stored, tmp_path / f"view{number}", pins, whole=("train",))
                 fetched = proxy.egress_bytes - before - len(stored.manifest.to_bytes())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.suite import __main__ as suite
 from tests.suite import flaky, longest
 from tests.suite.outcomes import Outcome, read_outcomes
+from tests.suite.pauses import pause_children
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
@@ -139,3 +142,21 @@ def test_the_files_that_take_longest_are_noted(tmp_path: Path) -> None:
     ]
     longest.note(outcomes, tmp_path / "longest.txt")
     assert longest.read(tmp_path / "longest.txt") == ["b.py", "a.py"]
+
+
+@pytest.mark.shell
+def test_processes_are_paused_and_go_on() -> None:
+    """A process that the test has stopped itself stays as it is."""
+    own = [psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    try:
+        own[1].suspend()
+        with pause_children(longest_s=60):
+            while own[0].status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+        while own[0].status() == psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        assert own[1].status() == psutil.STATUS_STOPPED
+    finally:
+        for process in own:
+            process.kill()
+            process.wait()

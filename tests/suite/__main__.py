@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from tests.suite import flaky, longest
 from tests.suite.lanes import LANES
 from tests.suite.outcomes import Outcome, read_outcomes
+from tests.suite.pauses import pause_children
 
 ROOT = Path(__file__).parents[2]
 #: pytest's exit codes for "all passed", "some failed" and "none were selected".
@@ -112,13 +114,17 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=3, help="processes a lane; 0: pytest's own (default: 3)")
     parser.add_argument("--lane", action="append", choices=[lane.name for lane in LANES], help="only this lane")
     parser.add_argument("--with", action="append", default=[], dest="programs", help="a program (tests/conftest.py)")
+    parser.add_argument(
+        "--pauses", type=float, metavar="SECONDS", help="stop the tests' processes at random, each for up to this long"
+    )
     parser.add_argument("--note-longest", action="store_true", help="write tests/longest.txt, which the order follows")
     known, more = parser.parse_known_args()
     programs = [f"--with={program}" for program in known.programs]
     names = known.lane or [lane.name for lane in LANES]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_lanes(names, known.workers, [*programs, *more], Path(folder))
+        with pause_children(known.pauses) if known.pauses else nullcontext():
+            outcomes = run_lanes(names, known.workers, [*programs, *more], Path(folder))
         flaky_tests = retry_failed(outcomes, programs, Path(folder))
     problems = flaky.record(flaky_tests, MAX_FLAKY)
     if known.note_longest:

@@ -184,6 +184,10 @@ def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRo
     async def get_artifact(run: str, name: str, wanted: Range = None) -> Response:
         """One artifact of a run."""
         row = await find(projection, run)
+        if not any(each["name"] == name for each in row["artifacts"]):
+            # The run may have ended a moment ago.
+            await projection.catch_up()
+            row = await find(projection, run)
         found = next((each for each in row["artifacts"] if each["name"] == name), None)
         if found is None:
             names = ", ".join(each["name"] for each in row["artifacts"]) or "none"

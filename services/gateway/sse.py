@@ -46,7 +46,8 @@ class EventStream:
         try:
             yield b"retry: 1000\n: " + self._subject.encode() + b"\n\n"
             spoken = time.monotonic()
-            quiet_since: float | None = None
+            # Looks that found nothing, and not time: a question that the server is slow to answer counts as one.
+            quiet_looks = 0
             follow = self._bus.follow(self._stream, (self._subject,), self._sent + 1, idle_s=IDLE_S)
             async with aclosing(follow) as batches:
                 async for batch in batches:
@@ -54,12 +55,12 @@ class EventStream:
                         return  # without an end: the client comes back to another instance
                     if batch:
                         yield b"".join(self._event(item) for item in batch)
-                        self._sent, spoken, quiet_since = batch[-1].sequence, time.monotonic(), None
+                        self._sent, spoken, quiet_looks = batch[-1].sequence, time.monotonic(), 0
                     if batch and batch[-1].pending:
                         continue
                     if await self._finished():
-                        quiet_since = quiet_since or time.monotonic()
-                        if await self._sent_all() or time.monotonic() - quiet_since > QUIET_END_S:
+                        quiet_looks += 1
+                        if await self._sent_all() or quiet_looks * IDLE_S > QUIET_END_S:
                             yield b"event: end\ndata: {}\n\n"
                             return
                     if time.monotonic() - spoken > HEARTBEAT_S:

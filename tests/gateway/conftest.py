@@ -33,7 +33,7 @@ from contracts.events.run import (
 from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Evaluation
-from services.gateway import projection
+from services.gateway import commands, mlflow_pages, projection
 from services.gateway.app import Gateway, build
 from services.gateway.settings import GatewaySettings
 from services.kit.settings import Settings
@@ -121,6 +121,8 @@ def stamp(event: Event, sequence: int) -> Envelope:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer waits for what was published before, on the slowest machine too."""
     monkeypatch.setattr(projection, "CATCH_UP_S", 60.0)
+    monkeypatch.setattr(commands, "WHY_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(mlflow_pages, "PROBE_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

@@ -133,6 +133,7 @@ async def test_files_are_streamed_whole_and_by_range(gateway: Running, stored: S
     content = bytes(range(100))
     await stored.commit(10, {"a/ckpt.pt": content, "empty": b""}, {"loss": 0.5})
     await stored.commit(20, {"ckpt.pt": b"later"}, {"loss": 0.7})
+    await gateway.client.get("/training-runs/none")  # waits for all of the above
     best = await gateway.get(f"/training-runs/{RUN}/checkpoints/best/files")
     assert (best["checkpoint"]["step"], [each["path"] for each in best["files"]]) == (10, ["a/ckpt.pt", "empty"])
     url = best["files"][0]["url"]

@@ -35,7 +35,6 @@ CLASSES = ("low", "high")
 COLUMNS = ("a", "b", "c", "d")
 TASK = """
 import os
-import threading
 import time
 
 import torch
@@ -76,9 +75,10 @@ class Sums(Task):
             _grown.append(bytearray(b"x" * 2**20))
         if self.defect == "raise":
             raise RuntimeError("an index is out of range")
-        if self.defect == "crash later" and not _grown:
-            _grown.append(threading.Timer(3.0, lambda: os._exit(1)))
-            _grown[0].start()
+        if self.defect == "crash later":
+            _grown.append(None)
+            if len(_grown) > 100:  # a warm-up asks about half as often
+                os._exit(1)
         if numbers.abs().max() > 1e6:
             os._exit(1)  # a poisonous input
         found = model(numbers).argmax(1)

@@ -278,10 +278,15 @@ async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_fa
 
 
 async def test_the_running_service_pins_scrubs_and_repairs_by_request(
-    rig: Rig, client: AsyncClient, s3_settings: Settings, capsys: pytest.CaptureFixture[str]
+    rig: Rig,
+    client: AsyncClient,
+    s3_settings: Settings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from services.checkpoint.app import build
 
+    monkeypatch.setattr("trainbus.client.checkpoints.ANSWER_TIMEOUT_S", 60.0)
     service = build(s3_settings)
     task = asyncio.create_task(service.run())
     try:

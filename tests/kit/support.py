@@ -13,9 +13,10 @@ from contracts.events.run import RunCancelled
 from contracts.topology import Consumer, Stream, Topology
 
 STREAM = Stream("TEST", ("run.*.*",), "facts of a test")
-#: Its handlers say every 0.9 s that they are at work: the machine may stand still for two seconds.
 CONSUMER = Consumer("test", "TEST", (RunCancelled,), "a test", max_deliver=3, ack_wait_s=3.0)
 TOPOLOGY = Topology((STREAM, topology.DEAD_LETTERS), (CONSUMER,), (topology.LEASES, topology.JOBS))
+#: As EXTEND_SHARE: handlers say so often that they are at work that the machine may stand still for two seconds.
+OFTEN = 0.1
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:

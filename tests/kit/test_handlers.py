@@ -13,14 +13,14 @@ from faststream.nats import TestNatsBroker
 
 from contracts.envelope import RawMessage
 from contracts.events.run import RunCancelled
-from services.kit import metrics
+from services.kit import metrics, pull_subscriber
 from services.kit.batch import BatchPublisher
 from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.clock import SystemClock
 from services.kit.handlers import Handlers
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
-from tests.kit.support import CONSUMER, TOPOLOGY, until
+from tests.kit.support import CONSUMER, OFTEN, TOPOLOGY, until
 from trainbus.client import dead_letters
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
@@ -171,8 +171,9 @@ async def test_a_consumer_stops_rather_than_dead_letter_a_whole_stream(bus: Bus)
     assert info.num_pending + info.num_ack_pending == 5, "the others wait"
 
 
-async def test_a_long_handler_keeps_the_messages_behind_it(bus: Bus) -> None:
+async def test_a_long_handler_keeps_the_messages_behind_it(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is pulled ahead must not be delivered again meanwhile."""
+    monkeypatch.setattr(pull_subscriber, "EXTEND_SHARE", OFTEN)
     seen: list[tuple[str, int]] = []
     release = asyncio.Event()
 
@@ -206,7 +207,7 @@ async def test_what_was_pulled_ahead_goes_back_at_the_end(bus: Bus, settings: Se
     asyncio.get_running_loop().call_soon(release.set)  # while the bus stops
     await bus.stop()
     other = await bus.js.pull_subscribe_bind(consumer=CONSUMER.name, stream="TEST")
-    found = await other.fetch(2, timeout=1)
+    found = await other.fetch(2, timeout=30)
     assert sorted(msg.subject for msg in found) == ["run.r1.cancelled", "run.r2.cancelled"]
 
 

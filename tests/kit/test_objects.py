@@ -195,7 +195,7 @@ async def test_calls_wait_for_the_end_of_an_outage(tmp_path: Path, s3_settings: 
     server.start()
     settings = s3_settings.model_copy(update={"s3_endpoint": server.endpoint})
     try:
-        async with ObjectStore(settings) as store:
+        async with ObjectStore(settings, patience_s=120) as store:
             await store.ensure_bucket("models")
             await store.put("s3://models/a", b"1")
             server.kill()

@@ -68,6 +68,7 @@ def shared_warm_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         path: Path = request.getfixturevalue("warm_socket")
         make = lambda settings: SharedWarmServer(path, settings.data_dir / "warm.log", {})  # noqa: E731
         monkeypatch.setattr("services.serving.app._warm_server", make)
+        monkeypatch.setattr("services.serving.deployer.PING_S", 60.0)
 
 
 async def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -154,7 +155,7 @@ async def start_house(store: ModelStore, s3_settings: Settings, bus: Bus) -> Asy
         await task
 
     async def start(**changes: Any) -> House:
-        fields = {**s3_settings.model_dump(), "serving_port": 0, "serving_timeout_s": 5.0, **changes}
+        fields = {**s3_settings.model_dump(), "serving_port": 0, "serving_timeout_s": 60.0, **changes}
         own = ServingSettings(**fields)
         service = build(own)
         task = asyncio.create_task(service.run())

@@ -180,11 +180,23 @@ class World:
     async def settled(self) -> None:
         """Wait until every fact is handled and acknowledged."""
 
+        last = max([await self.bus.get_last_sequence(each) for each in topology.TRACKING.filters])
+
         async def empty() -> bool:
             info = await self.bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name)
-            return not info.num_pending and not info.num_ack_pending
+            # The server may acknowledge a publish before it counts the message as pending.
+            acknowledged = info.ack_floor is not None and info.ack_floor.stream_seq >= last
+            return acknowledged and not info.num_pending and not info.num_ack_pending
 
         await eventually(empty)
+
+
+def is_begun(database: Path) -> bool:
+    """Whether the file that is to become the database has any content; it may go at any moment."""
+    try:
+        return any(each.stat().st_size for each in database.parent.glob(f".{database.name}.new-*[0-9]"))
+    except FileNotFoundError:
+        return False
 
 
 async def eventually(check: Callable[[], Awaitable[bool]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.tracking.store import Store, TrackingUnavailable
-from tests.tracking.conftest import eventually
+from tests.tracking.conftest import eventually, is_begun
 
 OPEN_IT = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
 #: In the middle of a migration: a second one meets its table and fails.
@@ -53,7 +53,7 @@ def test_what_a_client_made_is_kept(path: Path, store: Store) -> None:
 
 async def test_a_client_that_writes_while_the_database_is_made_damages_nothing(path: Path, store: Store) -> None:
     async def being_made() -> bool:
-        return any(each.stat().st_size for each in path.parent.glob(".mlflow.db.new-*"))
+        return is_begun(path)
 
     opening = asyncio.create_task(asyncio.to_thread(store.open))
     await eventually(being_made)

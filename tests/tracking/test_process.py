@@ -17,7 +17,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
-from tests.tracking.conftest import World, eventually
+from tests.tracking.conftest import World, eventually, is_begun
 from tests.tracking.test_service import SURVIVING, publish_killed_run
 
 Spawn = Callable[[], subprocess.Popen[bytes]]
@@ -68,8 +68,7 @@ async def kill_while_the_database_is_made(spawn: Spawn, folder: Path) -> None:
     """Kill a process that has half made its database, which must not count as the database."""
 
     async def half_made() -> bool:
-        made = [*folder.glob(".mlflow.db.new-*"), *folder.glob("mlflow.db")]
-        return any(path.stat().st_size for path in made)
+        return is_begun(folder / "mlflow.db") or (folder / "mlflow.db").exists()
 
     for _ in range(10):
         process = spawn()

@@ -159,8 +159,12 @@ async def test_an_outage_loses_and_doubles_nothing(
         return not service.check_readiness()["mlflow"]
 
     await eventually(unready)
-    info = await bus.js.consumer_info("FACTS", "tracking")
-    assert (info.num_pending or 0) + (info.num_ack_pending or 0) == 5
+
+    async def five_wait() -> bool:
+        info = await bus.js.consumer_info("FACTS", "tracking")
+        return (info.num_pending or 0) + (info.num_ack_pending or 0) == 5
+
+    await eventually(five_wait)
     store.away = False
     await world.settled()
     assert service.check_readiness()["mlflow"]

@@ -19,7 +19,7 @@ from services.kit.ports import free_ports
 
 #: NATS closes the connection at a larger message, so that no service can answer with a reason.
 NATS_MAX_PAYLOAD = 8 * 2**20
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 #: SeaweedFS gives every bucket its own volumes and by default allows one per free GiB: a dozen buckets would reach
 #: the limit of a small disk. An empty volume takes no space.
 MAX_VOLUMES = 4000

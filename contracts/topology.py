@@ -138,6 +138,8 @@ CHECKPOINT = Consumer(
     FACTS.name,
     _events(run="checkpoint_staged checkpoint_repaired"),
     "Staged checkpoints to verify and commit, repaired blobs to verify.",
+    # A run waits for them: the store may be away for days, and none of them is given up.
+    max_deliver=-1,
 )
 CHECKPOINT_REQUESTS = Consumer(
     "checkpoint-requests",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -13,19 +14,34 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, 
 from contracts.events.run import RunPlaced
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
+from services.checkpoint.core.backlog import is_superseded, newest_first
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.garbage_collection import GARBAGE
-from services.checkpoint.keeper import Keeper, read_facts, read_parts
+from services.checkpoint.keeper import Keeper, read_deleted_uris, read_facts, read_parts
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
-from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, TransientError
+from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage, TransientError
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
+
+#: How often a part is looked at that cannot be understood, before it is refused. What passes by itself, a store that
+#: is away among it, is waited for however long it takes.
+MAX_ATTEMPTS = 12
+#: Runs whose backlog was gone through lately are remembered up to this many.
+MAX_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The placement that counts, and where it stands: what is committed is fenced by it."""
+
+    placed: RunPlaced
+    sequence: int
 
 
 class Committer:
@@ -36,15 +52,29 @@ class Committer:
         self._bucket = settings.bucket_models
         self._verifier = Verifier(objects, settings)
         self._keeper = Keeper(bus, objects)
+        #: Run -> up to which sequence its staged parts were gone through, the newest first.
+        self._caught_up: dict[str, int] = {}
 
     async def on_checkpoint_staged(self, received: Message[CheckpointStaged]) -> None:
-        """Commit the step if this part completes it."""
+        """Commit the step if this part completes it; where newer ones were staged meanwhile, those first."""
+        try:
+            await self._on_staged(received)
+        except (ValueError, TypeError, LookupError) as error:
+            if received.deliveries < MAX_ATTEMPTS:
+                raise
+            # Nothing that passes: whoever waits for it shall know.
+            await self._refuse(received.event, f"it cannot be read: {error!r}", "error", received.envelope)
+
+    async def _on_staged(self, received: Message[CheckpointStaged]) -> None:
         staged, cause = received.event, received.envelope
+        if received.sequence <= self._caught_up.get(staged.run_id, 0):
+            metrics.IGNORED.labels("known").inc()
+            return
         last_placed = await self._bus.get_last_message(subjects.fact("run", staged.run_id, RunPlaced.fact))
         if last_placed is None or last_placed.event.generation < staged.generation:
-            raise TransientError(
-                f"generation {staged.generation} of run {staged.run_id} was staged but is not placed yet"
-            )
+            text = f"generation {staged.generation} of run {staged.run_id} was staged but is not placed"
+            # A replica of the stream may lag behind, but not for ever.
+            raise TransientError(text) if received.deliveries < MAX_ATTEMPTS else PoisonMessage(text)
         placed: RunPlaced = last_placed.event
         if placed.generation > staged.generation:
             metrics.IGNORED.labels("zombie").inc()
@@ -55,8 +85,43 @@ class Committer:
             # Killed between commit and retention, perhaps.
             await self._keeper.retain(placed, cause)
             return
-        with metrics.COMMIT_SECONDS.time():
-            await self._commit(placed, last_placed.sequence, staged, cause)
+        placement = Placement(placed, last_placed.sequence)
+        if await self._is_behind(received):
+            await self._catch_up(placement, cause)
+            return
+        await self._commit(placement, staged, await read_parts(self._bus, staged.run_id, staged.step), cause)
+
+    async def _is_behind(self, received: Message[CheckpointStaged]) -> bool:
+        """Whether a newer step of the same generation is staged already."""
+        staged = received.event
+        last = await self._bus.get_last_message(subjects.fact("run", staged.run_id, CheckpointStaged.fact))
+        return last is not None and (last.event.generation, last.event.step) > (staged.generation, staged.step)
+
+    async def _catch_up(self, placement: Placement, cause: Envelope) -> None:
+        """Commit what was staged of a placement, the newest first, but for what retention would delete at once."""
+        placed = placement.placed
+        subject = subjects.fact("run", placed.run_id, CheckpointStaged.fact)
+        history = await self._bus.read_history(subject, start_sequence=placement.sequence)
+        parts: list[CheckpointStaged] = [message.event for message in history]
+        for first in newest_first(parts, placed.generation):
+            if await self._is_settled(first):
+                continue
+            of_step = [part for part in parts if part.step == first.step]
+            match assemble(placed, of_step, self._bucket):
+                case AssembledCheckpoint() as checkpoint if await self._is_superseded(placed, checkpoint):
+                    metrics.IGNORED.labels("superseded").inc()
+                    log.info("superseded before it was committed", step=first.step, generation=placed.generation)
+                case _:
+                    await self._commit(placement, first, of_step, cause)
+        if history:
+            if len(self._caught_up) >= MAX_REMEMBERED:
+                self._caught_up.clear()
+            self._caught_up[placed.run_id] = history[-1].sequence
+
+    async def _is_superseded(self, placed: RunPlaced, checkpoint: AssembledCheckpoint) -> bool:
+        committed = await read_facts(self._bus, placed.run_id, CheckpointCommitted)
+        gone = await read_deleted_uris(self._bus, placed.run_id)
+        return is_superseded(checkpoint, placed.spec, committed, gone)
 
     async def _is_settled(self, staged: CheckpointStaged) -> bool:
         """Whether this step of this generation is committed or refused."""
@@ -65,9 +130,18 @@ class Committer:
         settled = {(each.generation, each.checkpoint.step) for each in commits}
         return (staged.generation, staged.step) in settled | {(each.generation, each.step) for each in refusals}
 
-    async def _commit(self, placed: RunPlaced, placed_at: int, staged: CheckpointStaged, cause: Envelope) -> None:
+    async def _commit(
+        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+    ) -> None:
+        with metrics.COMMIT_SECONDS.time():
+            await self._commit_step(placement, staged, parts, cause)
+
+    async def _commit_step(
+        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+    ) -> None:
+        placed = placement.placed
         # 1. Every rank's part.
-        match assemble(placed, await read_parts(self._bus, staged.run_id, staged.step), self._bucket):
+        match assemble(placed, parts, self._bucket):
             case MissingParts(missing):
                 log.info("waiting for other ranks", step=staged.step, missing=missing[:8])
                 return
@@ -91,7 +165,7 @@ class Committer:
             reason = f"{checkpoint.ref.uri} exists with another content: remove it if it is not needed"
             await self._refuse(staged, reason, "manifest", cause)
             return
-        fence = ExpectedSequence(placed_at, subjects.fact("run", placed.run_id, RunPlaced.fact))
+        fence = ExpectedSequence(placement.sequence, subjects.fact("run", placed.run_id, RunPlaced.fact))
         try:
             await self._bus.publish(sealed.commit, cause, expected=fence)
         except Conflict:

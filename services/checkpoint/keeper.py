@@ -9,7 +9,7 @@ import structlog
 from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned, CheckpointStaged
-from contracts.events.run import RunAccepted, RunFact, RunPlaced
+from contracts.events.run import RunAccepted, RunCompleted, RunFact, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.retention import HOLDING, Holds, judged_uris, pinned_uris, plan
@@ -64,7 +64,8 @@ class Keeper:
         await self._read_holds()
         fence = await self._bus.get_last_sequence(pins_subject)
         pins = pinned_uris(await read_facts(self._bus, placed.run_id, CheckpointPinned)) if fence else set()
-        held = self._holds.uris | pins | judged_uris(placed.spec, committed, gone)
+        held = pins | judged_uris(placed.spec, committed, gone) | await self._read_result(placed.run_id)
+        held |= {commit.checkpoint.uri for commit in committed if commit.checkpoint.uri in self._holds}
         for deletion in plan(committed, gone, placed.spec.retention, held):
             fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
             try:
@@ -77,8 +78,14 @@ class Keeper:
             # A run that was accepted meanwhile counts on it: what it begins with goes when it has ended. One accepted
             # after the fact is failed by the scheduler, which reads both in the same order.
             await self._read_holds()
-            if deletion.uri not in self._holds.uris:
+            if deletion.uri not in self._holds:
                 await self._objects.delete(deletion.uri)
+
+    async def _read_result(self, run_id: str) -> set[str]:
+        """Return what the run is completed with: whoever reads that fact can fetch it."""
+        completed = await self._bus.get_last_message(subjects.fact("run", run_id, RunCompleted.fact))
+        result = completed.event.checkpoint if completed is not None else None
+        return set() if result is None else {result.uri}
 
     async def _read_holds(self) -> None:
         """Fold what is new in the stream into ``_holds``."""

@@ -10,13 +10,15 @@ COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that ca
 REFUSED = counter(
     "trainbus_checkpoints_refused_total",
     "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), files (missing or "
-    "wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
-    cause=("parts", "files", "digests", "manifest"),
+    "wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there), error (it could "
+    "not be read, again and again).",
+    cause=("parts", "files", "digests", "manifest", "error"),
 )
 IGNORED = counter(
     "trainbus_checkpoints_ignored_total",
-    "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
-    cause=("zombie", "known"),
+    "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before), superseded "
+    "(retention would delete the checkpoint at once: newer ones are committed).",
+    cause=("zombie", "known", "superseded"),
 )
 COMMIT_SECONDS = Histogram(
     "trainbus_checkpoint_commit_seconds",

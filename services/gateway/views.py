@@ -459,7 +459,7 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
     metrics, evaluation = {**(row["latest"] or {}), **row["metrics"]}, row["evaluation"] or {}
     wanted = (row["spec"] or {}).get("evaluation")
     waiting = None
-    if row["waiting_message"] is not None and row["state"] == "queued":
+    if row["waiting_message"] is not None:
         waiting = {"code": row["waiting_code"], "message": row["waiting_message"], "since": row["waiting_since"]}
     return {
         **row,

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest_asyncio
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
+from contracts.events.run import RunCompleted
 from contracts.spec.training import Retention
-from services.checkpoint.app import Committer, build
+from services.checkpoint.app import MAX_ATTEMPTS, Committer, build
 from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.settings import CheckpointSettings
@@ -307,3 +309,70 @@ async def test_garbage_collection_stops_at_a_manifest_it_cannot_read(
     with pytest.raises(ValueError, match="repair or remove it"):
         await collect_garbage(rig.bus, objects, rig.settings)
     assert await objects.exists(blob_uri(rig.bucket, b"stray"))
+
+
+async def test_a_backlog_is_committed_the_newest_first_without_what_retention_would_delete(rig: Rig) -> None:
+    retention = Retention(last=1, best=1, metric="validation/loss", every_steps=300)
+    await rig.publish(placed(retention=retention))
+    messages: list[Message[Any]] = []
+    for step in range(100, 1100, 100):
+        metrics = {"validation/loss": 0.1 if step == 200 else 0.5}
+        messages += await rig.stage(step, final=step == 1000, metrics=metrics)
+    await rig.deliver(messages)
+    # Newest first: the final one, the multiples of 300, and the best. The others are never written.
+    assert await rig.commits() == [(1, 1000), (1, 900), (1, 600), (1, 300), (1, 200)]
+    assert await rig.facts("checkpoint_deleted") == []
+    assert await rig.facts("checkpoint_refused") == []
+    assert len(await rig.manifests()) == 5
+
+
+async def test_what_a_refused_newer_checkpoint_does_not_replace_is_committed(rig: Rig) -> None:
+    await rig.publish(placed(retention=Retention(last=1, best=0)))
+    messages = [*await rig.stage(100), *await rig.stage(200)]
+    broken = staged(rig.bucket, "a", 300, final=True)
+    messages.append(await rig.publish(broken))  # its blobs never arrived
+    messages += [await rig.publish(staged(rig.bucket, "b", 300, final=True))]
+    await rig.deliver(messages)
+    assert [refused.step for refused in await rig.facts("checkpoint_refused")] == [300]
+    assert (1, 200) in await rig.commits()
+
+
+async def test_parts_of_a_backlog_that_come_late_complete_their_step(rig: Rig) -> None:
+    await rig.publish(placed(retention=Retention(last=3, best=0)))
+    first = staged(rig.bucket, "a", 100)
+    await rig.upload(first)
+    messages = [await rig.publish(first), *await rig.stage(200)]
+    await rig.deliver(messages)
+    assert await rig.commits() == [(1, 200)]
+    late = staged(rig.bucket, "b", 100)
+    await rig.upload(late)
+    await rig.deliver([await rig.publish(late)])
+    assert await rig.commits() == [(1, 200), (1, 100)]
+
+
+async def test_a_part_that_cannot_be_understood_is_refused_in_the_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.publish(placed())
+    messages = await rig.stage()
+
+    async def unreadable(*_: object) -> str:
+        raise ValueError("the answer of the store makes no sense")
+
+    monkeypatch.setattr(rig.committer._verifier, "problem", unreadable)
+    with pytest.raises(ValueError, match="makes no sense"):
+        await rig.deliver(messages)
+    await rig.deliver([replace(messages[-1], deliveries=MAX_ATTEMPTS)])
+    [refused] = await rig.facts("checkpoint_refused")
+    assert "makes no sense" in refused.reason
+
+
+async def test_what_the_run_is_completed_with_is_kept(rig: Rig) -> None:
+    await rig.publish(placed(retention=Retention(last=1, best=0)))
+    await rig.deliver(await rig.stage(100))
+    [commit] = await rig.facts("checkpoint_committed")
+    await rig.publish(RunCompleted(run_id=RUN, generation=1, checkpoint=commit.checkpoint))
+    for step in (200, 300, 400):
+        await rig.deliver(await rig.stage(step))
+    assert commit.checkpoint.uri not in {deleted.uri for deleted in await rig.facts("checkpoint_deleted")}
+    assert await rig.objects.exists(commit.checkpoint.uri)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
-from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
+from contracts.events.run import CheckpointRef, RunAccepted, RunCancelled, RunCompleted, RunFailed
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.checkpoint.core import commit
@@ -220,7 +220,7 @@ def test_the_newest_and_the_held_always_stay(losses: list[float | None], last: i
     assert not plan(commits, gone, retention, held_uris)
 
 
-def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None:
+def test_champions_and_what_a_result_came_from_are_held_for_ever_the_rest_until_its_run_ends() -> None:
     holds = Holds()
     uri = committed(10).checkpoint.uri
     spec = RunSpec(name="e", kind="evaluate", command=["x"], evaluate=EvaluationTarget(run_id=RUN, checkpoint_uri=uri))
@@ -228,21 +228,22 @@ def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None
     resume = CheckpointRef(uri=uri, step=10, epoch=1, samples_consumed=1)
     holds.apply(placed(run="rother", resume=resume))
     holds.apply(placed(2, resume=committed(20).checkpoint))  # its own: not held
-    assert holds.uris == {uri}
-    holds.apply(RunCompleted(run_id="re", generation=1))
-    assert holds.uris == {uri}
-    holds.apply(RunCompleted(run_id="rother", generation=1))
-    assert holds.uris == set()
+    assert uri in holds
+    assert committed(20).checkpoint.uri not in holds
+    holds.apply(RunFailed(run_id="re", reason="it broke"))
+    assert uri in holds
+    holds.apply(RunCancelled(run_id="rother", reason="by request"))
+    assert uri not in holds
     holds.apply(tuned(uri))
     holds.apply(placed(run="rtuned"))
-    # Until it has ended: it may be killed before its first checkpoint.
-    assert holds.uris == {uri}
+    # It may be killed before its first checkpoint.
+    assert uri in holds
     holds.apply(RunCompleted(run_id="rtuned", generation=1))
-    assert holds.uris == set()
+    assert uri in holds
     for version, step in enumerate((30, 40), start=1):
         checkpoint = committed(step).checkpoint.uri
         holds.apply(ModelPromoted(model="m", version=version, run_id=RUN, checkpoint_uri=checkpoint))
-    assert holds.uris == {committed(step).checkpoint.uri for step in (30, 40)}
+    assert all(committed(step).checkpoint.uri in holds for step in (30, 40))
 
 
 def test_the_last_word_on_a_pin_counts() -> None:
@@ -282,6 +283,10 @@ GARBAGE: dict[str, tuple[list[Any], bool]] = {
     "zombie's, just now": ([(placed(), 9), (staged(B, "a"), 1), (placed(2), 1)], False),
     "committed, manifest gone": (
         [(placed(), 9), (staged(B, "a"), 9), (committed(100), 9), (removed(100), 8)],
+        True,
+    ),
+    "staged, and its run is over": (
+        [(placed(), 9), (staged(B, "a"), 9), (RunCompleted(run_id=RUN, generation=1), 8)],
         True,
     ),
     "manifest gone just now, so perhaps somebody's base": (
@@ -349,7 +354,7 @@ def test_the_end_of_an_old_generation_releases_no_checkpoint() -> None:
     holds.apply(RunAccepted(run_id="rt", spec=spec, request_id="1", request_source="s"))
     for generation in (1, 2):
         holds.apply(placed(generation, run="rt"))
-    holds.apply(RunCompleted(run_id="rt", generation=1))
-    assert holds.uris == {other}
-    holds.apply(RunCompleted(run_id="rt", generation=2))
-    assert holds.uris == set()
+    holds.apply(RunFailed(run_id="rt", generation=1, reason="it broke"))
+    assert other in holds
+    holds.apply(RunFailed(run_id="rt", generation=2, reason="it broke"))
+    assert other not in holds

@@ -408,23 +408,87 @@ def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:
     assert world.phase("r1") == "placed"
 
 
-def test_completion_waits_for_the_final_checkpoint_but_not_for_ever() -> None:
+def test_a_run_is_complete_once_what_its_ranks_staged_last_is_committed() -> None:
     world = two_nodes()
     training(world)
-    world.exit("r1", metrics={"validation/accuracy": 0.9})
+    world.stage("r1", 8)
+    world.exit("r1", metrics={"validation/accuracy": 0.9}, step=8)
+    world.settle()
+    # However long it takes: the service is behind, or the store is away.
+    world.wait(100_000)
     assert world.settle() == []
+    assert world.phase("r1") == "running"
+    assert world.run("r1").slot_count == 0
+    [waiting] = world.facts(RunWaiting, "r1")
+    assert waiting.code == "uncommitted"
+    assert "step 8 is committed (the newest committed one is of step 5)" in waiting.message
+    assert "step 8" in answer(world.cluster, "r1", world.now, world.policy)["message"]
     uri = world.commit("r1", 8, final=True)
     world.settle()
-    assert world.phase("r1") == "completed"
     completed = world.log[-1][0]
     assert completed.checkpoint.uri == uri
     assert completed.metrics == {"validation/accuracy": 0.9}
-    training(world, "r2")
-    world.exit("r2")
+
+
+def test_a_final_checkpoint_that_never_comes_is_not_waited_for() -> None:
+    world = two_nodes()
+    training(world)
+    world.exit("r1")
     assert world.settle() == []
     world.wait(61)
     world.settle()
-    assert world.phase("r2") == "completed"
+    assert world.phase("r1") == "completed"
+
+
+@pytest.mark.parametrize("part", ["refused", "staged by one node of two"])
+def test_a_last_state_that_is_lost_is_trained_again(part: str) -> None:
+    world = two_nodes()
+    training(world)
+    world.stage("r1", 8, *(() if part == "refused" else ("n1",)))
+    world.exit("r1", step=8)
+    world.settle()
+    if part == "refused":
+        world.refuse("r1", 8)
+    else:
+        world.wait(61)
+    world.settle()
+    assert (world.phase("r1"), world.run("r1").generation) == ("placed", 2)
+    assert world.run("r1").failures == 1
+    assert world.run("r1").resume.step == 5  # type: ignore[union-attr]
+    world.stage("r1", 8)
+    world.exit("r1", step=8)
+    world.commit("r1", 8, final=True)
+    world.settle()
+    assert world.phase("r1") == "completed"
+    assert world.log[-1][0].checkpoint.step == 8
+
+
+def test_a_last_state_that_is_lost_again_and_again_fails_the_run_with_the_reason() -> None:
+    world = two_nodes()
+    training(world)
+    for _ in range(3):
+        world.stage("r1", 8)
+        world.refuse("r1", 8, "two ranks wrote different contents to 'x'")
+        world.exit("r1", step=8)
+        world.settle()
+        world.wait(2)
+        world.settle()
+    assert world.phase("r1") == "failed"
+    assert "step 8, was refused: two ranks wrote different contents to 'x'" in world.run("r1").outcome
+    assert "after 3 attempts" in world.run("r1").outcome
+
+
+def test_older_checkpoints_that_a_newer_commit_has_replaced_are_not_waited_for() -> None:
+    world = two_nodes()
+    training(world)
+    for step in (2, 4, 6):
+        world.stage("r1", step, final=False)
+    world.stage("r1", 8)
+    world.exit("r1", step=8)
+    world.commit("r1", 8, final=True)
+    world.settle()
+    assert world.phase("r1") == "completed"
+    assert world.log[-1][0].checkpoint.step == 8
 
 
 def cancel_queued(world: World) -> None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from contracts.base import Fact
-from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointStaged
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import (
     CheckpointRef,
@@ -186,6 +186,20 @@ class World:
         fact["manifest_sha256"] = hashlib.sha256(uri.encode()).hexdigest()
         self.deliver(CheckpointCommitted.model_validate({**fact, "exactness": exactness}))
         return uri
+
+    def stage(self, run_id: str, step: int, *node_ids: str, final: bool = True) -> None:
+        """Publish the parts of a checkpoint: those of these nodes, by default of all that have not ended."""
+        run = self.run(run_id)
+        world_size = sum(len(part.ranks) for part in run.parts.values())
+        for part in run.live:
+            if not node_ids or part.node_id in node_ids:
+                fact = {"run_id": run_id, "generation": run.generation, "node_id": part.node_id, "ranks": part.ranks}
+                place = {"step": step, "epoch": 1, "samples_consumed": step * 8, "world_size": world_size}
+                self.deliver(CheckpointStaged.model_validate({**fact, **place, "files": (), "final": final}))
+
+    def refuse(self, run_id: str, step: int, reason: str = "its files are gone") -> None:
+        generation = self.run(run_id).generation
+        self.deliver(CheckpointRefused(run_id=run_id, generation=generation, step=step, reason=reason))
 
     def start(self, run_id: str, exactness: Any = "exact") -> None:
         run = self.run(run_id)

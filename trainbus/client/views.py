@@ -329,7 +329,7 @@ def _apply_queued(view: RunView, event: run.RunQueued) -> None:
 
 
 def _apply_waiting(view: RunView, event: run.RunWaiting) -> None:
-    if view.state in ("queued", "accepted", "preparing"):
+    if view.state not in ("preempting", "cancelling"):
         view.reason = event.message
 
 

@@ -50,7 +50,7 @@ def render_runs(views: Iterable[RunView], now: datetime, width: int = render.PLA
     reasons = [
         f"{view.run_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(view.reason)}"
         for view in views
-        if has_reason(view) and view.state != "running"
+        if has_reason(view)
     ]
     return Group(made, *reasons)
 

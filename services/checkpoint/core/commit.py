@@ -56,6 +56,8 @@ class Blob:
 class AssembledCheckpoint:
     """Every rank's part is there. What remains is to verify the files against the store, and to seal it."""
 
+    run_id: str
+    generation: int
     ref: CheckpointRef
     #: The manifest without the hash over the ranks' digests.
     body: Mapping[str, Any]
@@ -159,7 +161,8 @@ def assemble(
         samples_consumed=first.samples_consumed,
         step_is_count=first.step_is_count,
     )
-    return AssembledCheckpoint(ref, manifest, listed, metrics, any(part.final for part in ordered), exactness)
+    final = any(part.final for part in ordered)
+    return AssembledCheckpoint(placed.run_id, placed.generation, ref, manifest, listed, metrics, final, exactness)
 
 
 def seal(placed: RunPlaced, assembled: AssembledCheckpoint, digests: Mapping[str, bytes]) -> SealedCheckpoint | Refusal:

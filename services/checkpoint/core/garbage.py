@@ -27,7 +27,7 @@ from contracts.events.checkpoint import (
     CheckpointRefused,
     CheckpointStaged,
 )
-from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
+from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunFact, RunPlaced
 from contracts.manifest import files_of
 from services.checkpoint.core.retention import Holds
 
@@ -52,6 +52,8 @@ class Ledger:
     deleted: set[str] = field(default_factory=set)
     generation: dict[str, int] = field(default_factory=dict)
     artifacts: set[str] = field(default_factory=set)
+    #: Runs that are over: what they staged and nobody committed is not committed any more.
+    ended: set[str] = field(default_factory=set)
     #: (run, generation, step) -> when the newest part was staged, and the blobs of all its parts.
     staged: dict[tuple[str, int, int], tuple[datetime, set[str]]] = field(default_factory=dict)
     #: Manifest -> the blobs of its parts, while it is committed.
@@ -63,7 +65,10 @@ class Ledger:
     holds: Holds = field(default_factory=Holds)
 
     def apply(self, event: Event, time: datetime) -> None:
+        lived = isinstance(event, RunFact) and event.run_id in self.holds.runs
         self.holds.apply(event)
+        if isinstance(event, RunFact) and lived and event.run_id not in self.holds.runs:
+            self.ended.add(event.run_id)
         match event:
             case RunPlaced():
                 self.generation[event.run_id] = max(event.generation, self.generation.get(event.run_id, 0))
@@ -93,7 +98,7 @@ class Ledger:
         waiting = [
             blobs
             for (run_id, generation, _), (time, blobs) in self.staged.items()
-            if generation >= self.generation.get(run_id, 0) or time > newer_than
+            if time > newer_than or (run_id not in self.ended and generation >= self.generation.get(run_id, 0))
         ]
         removed = [blobs for time, blobs in self.removed.values() if time > newer_than]
         return set().union(*waiting, *removed)
@@ -103,10 +108,10 @@ def orphan_manifests(
     manifests: Iterable[StoredBlob], ledger: Ledger, now: datetime, grace: timedelta
 ) -> list[StoredBlob]:
     """Return manifests that no run can restore: retention deleted them, or their commit can never follow."""
-    orphans, held = [], ledger.holds.uris
+    orphans = []
     for manifest in manifests:
         match = MANIFEST_KEY.match(manifest.key)
-        if match is None or now - manifest.modified_at <= grace or manifest.uri in held:
+        if match is None or now - manifest.modified_at <= grace or manifest.uri in ledger.holds:
             continue
         superseded = int(match["generation"]) < ledger.generation.get(match["run_id"], 0)
         if manifest.uri in ledger.deleted or (superseded and manifest.uri not in ledger.committed):

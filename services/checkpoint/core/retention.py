@@ -33,12 +33,13 @@ class Deletion:
 def plan(
     committed: Sequence[CheckpointCommitted], deleted: Collection[str], retention: Retention, held: Collection[str]
 ) -> list[Deletion]:
-    """Choose what goes, given a run's commits in stream order. Same input, same output.
+    """Choose what goes, given a run's commits. Same input, same output.
 
     Kept are the last N, the best K by metric, every step that is a multiple of ``every_steps``, those in
-    ``held`` (or pinned), and the final one.
+    ``held`` (or pinned), and the final one. The last are those of the latest generation and step, in whichever order
+    they were committed.
     """
-    there = [commit for commit in committed if commit.checkpoint.uri not in deleted]
+    there = sort_by_age(commit for commit in committed if commit.checkpoint.uri not in deleted)
     over = any(commit.final for commit in there)
     last = retention.last if over else max(retention.last, NEWEST_KEPT)
     keep = {commit.checkpoint.uri for commit in there[-last:]} | set(held)
@@ -55,6 +56,11 @@ def plan(
     ]
 
 
+def sort_by_age(commits: Iterable[CheckpointCommitted]) -> list[CheckpointCommitted]:
+    """Return the commits with the newest last: after a backlog they are not in this order in the stream."""
+    return sorted(commits, key=lambda commit: (commit.generation, commit.checkpoint.step))
+
+
 def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[CheckpointCommitted]:
     """The best K by metric; of equals the newer. What has no such number is not ranked."""
     return rank_checkpoints(commits, RankingMetric(retention.metric, retention.mode))[: retention.best]
@@ -64,7 +70,7 @@ def judged_uris(spec: RunSpec, committed: Sequence[CheckpointCommitted], deleted
     """Return the checkpoint that evaluation would measure: it stays, however few ``retention`` keeps."""
     if spec.evaluation is None:
         return set()
-    judged = find_judged(spec, [commit for commit in committed if commit.checkpoint.uri not in deleted])
+    judged = find_judged(spec, sort_by_age(commit for commit in committed if commit.checkpoint.uri not in deleted))
     return set() if judged is None else {judged.checkpoint.uri}
 
 
@@ -78,11 +84,13 @@ def pinned_uris(facts: Iterable[CheckpointPinned]) -> set[str]:
 class Holds:
     """Checkpoints that are in use outside their own run. A fold over facts.
 
-    Champions, present and past, are held for ever: a rollback needs them. A run that starts from
-    another's checkpoint or its weights, or measures one, holds it until it has ended.
+    Champions, present and past, are held for ever: a rollback needs them. So is what a completed run began with or has
+    measured: its result came from there, and whoever reads that can fetch it. A run that starts from another's
+    checkpoint or its weights, or measures one, holds it while it goes on.
     """
 
-    champions: set[str] = field(default_factory=set)
+    #: What is held for ever.
+    named: set[str] = field(default_factory=set)
     by_run: dict[str, set[str]] = field(default_factory=dict)
     #: The runs that have not ended.
     runs: RunStates = field(default_factory=RunStates)
@@ -94,7 +102,7 @@ class Holds:
             return
         match event:
             case ModelPromoted():
-                self.champions.add(event.checkpoint_uri)
+                self.named.add(event.checkpoint_uri)
             case RunAccepted():
                 measured = event.spec.evaluate.checkpoint_uri if event.spec.evaluate else None
                 self._add_holds(event.run_id, {event.spec.resume_from, event.spec.init_from, measured})
@@ -102,14 +110,20 @@ class Holds:
                 # Its own checkpoints a run need not hold: the newest are kept anyway.
                 if f"/{event.run_id}/checkpoints/" not in resume.uri:
                     self._add_holds(event.run_id, {resume.uri})
-            case RunCompleted() | RunFailed() | RunCancelled():
-                self.by_run.pop(event.run_id, None)
-                self.runs.pop(event.run_id)
+            case RunCompleted():
+                self.named |= self.by_run.get(event.run_id, set())
+                self._forget(event.run_id)
+            case RunFailed() | RunCancelled():
+                self._forget(event.run_id)
+
+    def _forget(self, run_id: str) -> None:
+        self.by_run.pop(run_id, None)
+        self.runs.pop(run_id)
 
     def _add_holds(self, run_id: str, uris: set[str | None]) -> None:
         if found := {uri for uri in uris if uri}:
             self.by_run.setdefault(run_id, set()).update(found)
 
-    @property
-    def uris(self) -> set[str]:
-        return self.champions.union(*self.by_run.values())
+    def __contains__(self, uri: str) -> bool:
+        """Whether the checkpoint with this manifest is held."""
+        return uri in self.named or any(uri in uris for uris in self.by_run.values())

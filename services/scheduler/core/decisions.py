@@ -46,6 +46,7 @@ Code = Literal[
     "ceiling",
     "reserved",
     "maintenance",
+    "uncommitted",
 ]
 
 

@@ -32,6 +32,7 @@ from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
 from services.scheduler.core.state.quarantine import describe_error, quarantine_node, quarantine_run, release_run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
+from services.scheduler.core.state.staged import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
@@ -260,7 +261,8 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         return
     waited_s = max((time - known.queued_at).total_seconds(), 0.0)
     cluster.waits.add(wait_kind_of(fact.world_size, known.served_slot_s), waited_s, time)
-    known.generation, known.placed_at, known.final = fact.generation, time, None
+    known.generation, known.placed_at = fact.generation, time
+    known.final, known.staged = None, StagedCheckpoints()
     known.preempting, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
         known.machine, known.inexact = "", False
@@ -367,6 +369,18 @@ def _broke(known: Run) -> bool:
     )
 
 
+def _staged(cluster: Cluster, known: Run, fact: checkpoint.CheckpointStaged, time: datetime) -> None:
+    part = known.parts.get(fact.node_id)
+    # A part that has ended stages nothing more: a late duplicate says nothing new.
+    if fact.generation == known.generation and part is not None and part.ended is None:
+        known.staged.stage(fact)
+
+
+def _refused(cluster: Cluster, known: Run, fact: checkpoint.CheckpointRefused, time: datetime) -> None:
+    if fact.generation == known.generation:
+        known.staged.refuse(fact.step, fact.reason)
+
+
 def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:
     if fact.generation > known.generation:
         return
@@ -385,8 +399,10 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
         if fact.generation == known.generation:
             for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
                 known.strikes.pop(home.incarnation if home else "", None)
-    if fact.final and fact.generation == known.generation:
-        known.final = ref
+    if fact.generation == known.generation:
+        known.staged.commit(ref.step)
+        if fact.final:
+            known.final = ref
 
 
 def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, time: datetime) -> None:
@@ -534,6 +550,8 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     RunPreempting: _preempting,
     run.RunReleased: _released,
     RunExited: _exited,
+    checkpoint.CheckpointStaged: _staged,
+    checkpoint.CheckpointRefused: _refused,
     checkpoint.CheckpointCommitted: _committed,
     checkpoint.CheckpointDeleted: _deleted,
     run.RunCompleted: _completed,

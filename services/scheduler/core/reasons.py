@@ -14,6 +14,8 @@ from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
 
 #: How many runs or nodes a message names.
 NAMED = 5
+#: Why a run is not complete whose ranks have ended well.
+UNCOMMITTED: Code = "uncommitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _not_waiting(run: Run) -> tuple[str, str]:
         case Phase.PREPARING:
             return "preparing", "its data is being prepared; it is queued as soon as that is done"
         case Phase.PLACED | Phase.RUNNING if not run.live:
-            return "finishing", "its ranks have ended well; its final checkpoint is being committed"
+            return UNCOMMITTED, uncommitted_text(run)
         case Phase.PLACED:
             return "starting", f"placed on {_slots(run.slot_count)}{wish} of {where}, its ranks are starting"
         case Phase.RUNNING:
@@ -181,6 +183,17 @@ def _not_waiting(run: Run) -> tuple[str, str]:
             return str(run.phase), run.outcome
         case _:
             return "deciding", "will be decided on at once"
+
+
+def uncommitted_text(run: Run) -> str:
+    """Return what a run waits for whose ranks have all ended."""
+    if (step := run.awaited_step) is None:
+        return "its ranks have ended well; its final checkpoint is being committed"
+    newest = f"the newest committed one is of step {run.newest.ref.step}" if run.newest else "none is committed yet"
+    return (
+        f"its ranks have ended well; it is complete once their checkpoint of step {step} is committed ({newest}): "
+        "if that takes long, see whether the checkpoint service and the object store are up (`trainbus doctor`)"
+    )
 
 
 def _stop_text(run: Run) -> str:

@@ -19,6 +19,7 @@ from services.scheduler.core.state.index import Index
 from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.staged import StagedCheckpoints
 from services.scheduler.core.state.usage import TeamUsage
 from services.scheduler.core.state.workload import Workload
 
@@ -112,8 +113,9 @@ class Run:
     checkpoints: dict[str, CommittedCheckpoint] = field(default_factory=dict)
     newest: CommittedCheckpoint | None = None
     committed_at: datetime = EPOCH
-    #: The final checkpoint of the current generation.
+    #: The final checkpoint of the current generation, and what its ranks have staged.
     final: CheckpointRef | None = None
+    staged: StagedCheckpoints = field(default_factory=StagedCheckpoints)
     #: Where the first generation starts, when the request named a checkpoint.
     initial: CheckpointRef | None = None
     #: Generations in a row that broke without a new checkpoint, and when the last one did.
@@ -171,6 +173,12 @@ class Run:
     @property
     def next_generation(self) -> int:
         return self.generation + 1
+
+    @property
+    def awaited_step(self) -> int | None:
+        """The checkpoint that is to be committed before it is complete, though all its ranks have ended well."""
+        succeeded = bool(self.parts) and all(part.ended == "succeeded" for part in self.parts.values())
+        return self.staged.awaited if succeeded and not self.terminal else None
 
     @property
     def slot_count(self) -> int:

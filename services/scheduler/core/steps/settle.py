@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from contracts.events.run import QueueReason, RunStalled
+from contracts.events.run import QueueReason, RunExited, RunStalled
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
-from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
+from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, PreemptRun, QueueRun
 from services.scheduler.core.place.maintenance import must_leave
+from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
 from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
 
 #: However late a notice is heard, the ranks are given the time for a small checkpoint.
@@ -27,6 +28,7 @@ def settle_runs(cycle: CycleState) -> None:
         settlement = _settle(cycle, run)
         if settlement is None:
             _check_later(cycle, run)
+            _explain_wait(cycle, run)
             continue
         cycle.result.decisions.append(settlement)
         if isinstance(settlement, PreemptRun):
@@ -67,6 +69,14 @@ def _check_later(cycle: CycleState, run: Run) -> None:
         del index.unsettled[run.run_id]
         if check_s < math.inf:
             index.alarm(check_s, run.run_id)
+
+
+def _explain_wait(cycle: CycleState, run: Run) -> None:
+    """Publish once what a run waits for whose ranks have all ended well."""
+    if run.awaited_step is None or (run.waiting_code, run.waiting_generation) == (UNCOMMITTED, run.next_generation):
+        return
+    text = uncommitted_text(run)
+    cycle.result.decisions.append(ExplainRun(run.run_id, run.next_generation, UNCOMMITTED, text))
 
 
 def _must_pause(cycle: CycleState, run: Run, settlement: QueueRun) -> bool:
@@ -237,21 +247,48 @@ def _fail_after_infrastructure_failures(run: Run) -> FailRun:
     return FailRun(run.run_id, run.generation, reason[:2000], exited.log_tail if exited else ())
 
 
-def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
-    """Completed; but not before its final checkpoint, which may be committed after the ranks ended."""
+def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun | FailRun | None:
+    """Completed; but not before what its ranks staged last is committed, however long that takes.
+
+    A run whose last state is lost has not its result: what is missing is trained again.
+    """
+    if run.staged.awaited is not None:
+        return None
     trains = run.spec.kind == "train" and run.spec.task is not None and run.spec.training is not None
-    if trains and run.final is None and run.ended_at is not None:
+    if trains and run.final is None and not run.staged.refused and run.ended_at is not None:
         waited = now - run.ended_at
         if waited < timedelta(seconds=policy.faults.final_checkpoint_wait_s):
             return None
     first = next((part for part in run.parts.values() if 0 in part.ranks), None)
     exited = first.exit if first else None
+    if (lost := _lost_result(run, exited, trains)) is not None:
+        return _train_again(run, lost)
     checkpoint = run.final or (run.newest.ref if run.newest else None)
     metrics = tuple(exited.metrics.items()) if exited else ()
     if exited is None:
         return CompleteRun(run.run_id, run.generation, checkpoint, metrics, ())
     notice = exited.notice if checkpoint is None else ""
     return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts, notice)
+
+
+def _lost_result(run: Run, exited: RunExited | None, trains: bool) -> str | None:
+    """Why the state that the ranks ended with is in no checkpoint; None if it is in one, or none was wanted."""
+    if (step := run.staged.newest_refused) is not None:
+        return f"its last checkpoint, of step {step}, was refused: {run.staged.refused[step]}"
+    if trains and exited is not None and run.newest is not None and exited.step > run.newest.ref.step:
+        return (
+            f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {run.newest.ref.step}"
+        )
+    return None
+
+
+def _train_again(run: Run, lost: str) -> QueueRun | FailRun:
+    """Try once more from the newest checkpoint that there is, as after any other failure of the run's own."""
+    failures = run.failures + 1
+    if failures < run.spec.max_attempts:
+        return QueueRun(run.run_id, run.next_generation, "crashed", failures)
+    attempts = f"{failures} attempt{'s' if failures > 1 else ''} (max_attempts {run.spec.max_attempts})"
+    return FailRun(run.run_id, run.generation, f"{lost}; after {attempts}"[:2000])
 
 
 def _crashed(run: Run) -> FailRun | QueueRun:

@@ -246,7 +246,8 @@ class Faults(SpecPart):
     notice_margin_s: float = Field(2.0, ge=0)
     #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
     max_infrastructure_failures: int = Field(50, ge=1)
-    #: How long a run whose ranks all ended well waits for its final checkpoint to be committed.
+    #: How long a run whose ranks all ended well waits for a final checkpoint, if none of its nodes has staged one. What
+    #: was staged is waited for without a limit.
     final_checkpoint_wait_s: float = Field(60.0, ge=0)
     #: Delay before a run is placed again, by how many generations in a row broke without a new
     #: checkpoint. The first two tries are immediate; a run that breaks at once must not spin.

@@ -332,7 +332,9 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunLog: lambda e: f"rank {e.rank} printed {plural(len(e.lines), 'line')}",
     checkpoint.CheckpointStaged: _staged,
     checkpoint.CheckpointCommitted: _committed,
-    checkpoint.CheckpointRefused: lambda e: f"checkpoint of step {e.step} refused: {e.reason}",
+    checkpoint.CheckpointRefused: lambda e: (
+        f"checkpoint of step {e.step} {'not kept' if e.superseded else 'refused'}: {e.reason}"
+    ),
     checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
     checkpoint.CheckpointPinned: _pinned,
     checkpoint.CheckpointRotten: _rotten,

@@ -84,10 +84,12 @@ class CheckpointCommitted(GenerationFact, fact="checkpoint_committed", occurrenc
 
 
 class CheckpointRefused(GenerationFact, fact="checkpoint_refused", occurrence="generation/step"):
-    """A staged checkpoint did not verify; it will never be committed."""
+    """A staged checkpoint will never be committed: it did not verify, or it came too late to be kept."""
 
     step: int
     reason: str
+    #: It is whole. But newer ones were committed first, and retention would have deleted it at once.
+    superseded: bool = False
 
 
 class CheckpointDeleted(RunFact, fact="checkpoint_deleted", occurrence="uri"):

@@ -109,8 +109,7 @@ class Committer:
             of_step = [part for part in parts if part.step == first.step]
             match assemble(placed, of_step, self._bucket):
                 case AssembledCheckpoint() as checkpoint if await self._is_superseded(placed, checkpoint):
-                    metrics.IGNORED.labels("superseded").inc()
-                    log.info("superseded before it was committed", step=first.step, generation=placed.generation)
+                    await self._supersede(first, cause)
                 case _:
                     await self._commit(placement, first, of_step, cause)
         if history:
@@ -189,6 +188,16 @@ class Committer:
         metrics.REFUSED.labels(cause_label).inc()
         refused = CheckpointRefused(run_id=staged.run_id, generation=staged.generation, step=staged.step, reason=reason)
         await self._bus.publish(refused, cause)
+
+    async def _supersede(self, staged: CheckpointStaged, cause: Envelope) -> None:
+        """Say that a checkpoint came too late to be kept: whoever waits for it need not."""
+        metrics.IGNORED.labels("superseded").inc()
+        log.info("superseded before it was committed", step=staged.step, generation=staged.generation)
+        reason = "newer ones were committed first, and retention would have deleted it at once"
+        fact = CheckpointRefused(
+            run_id=staged.run_id, generation=staged.generation, step=staged.step, reason=reason, superseded=True
+        )
+        await self._bus.publish(fact, cause)
 
     async def _put_manifest(self, sealed: SealedCheckpoint) -> bool:
         """Store the manifest; False if another one has its name, which must not be replaced."""

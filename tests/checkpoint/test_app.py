@@ -322,7 +322,9 @@ async def test_a_backlog_is_committed_the_newest_first_without_what_retention_wo
     # Newest first: the final one, the multiples of 300, and the best. The others are never written.
     assert await rig.commits() == [(1, 1000), (1, 900), (1, 600), (1, 300), (1, 200)]
     assert await rig.facts("checkpoint_deleted") == []
-    assert await rig.facts("checkpoint_refused") == []
+    refused = await rig.facts("checkpoint_refused")
+    assert [fact.step for fact in refused if fact.superseded] == [800, 700, 500, 400, 100]
+    assert len(refused) == 5
     assert len(await rig.manifests()) == 5
 
 

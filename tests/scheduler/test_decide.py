@@ -478,14 +478,18 @@ def test_a_last_state_that_is_lost_again_and_again_fails_the_run_with_the_reason
     assert "after 3 attempts" in world.run("r1").outcome
 
 
-def test_older_checkpoints_that_a_newer_commit_has_replaced_are_not_waited_for() -> None:
+def test_older_checkpoints_count_too_one_of_them_may_be_the_best() -> None:
     world = two_nodes()
     training(world)
-    for step in (2, 4, 6):
+    for step in (6, 7):
         world.stage("r1", step, final=False)
     world.stage("r1", 8)
     world.exit("r1", step=8)
     world.commit("r1", 8, final=True)
+    world.settle()
+    assert "step 7 is committed and 1 older" in world.facts(RunWaiting, "r1")[0].message
+    world.commit("r1", 7)
+    world.refuse("r1", 6, superseded=True)
     world.settle()
     assert world.phase("r1") == "completed"
     assert world.log[-1][0].checkpoint.step == 8

@@ -197,9 +197,9 @@ class World:
                 place = {"step": step, "epoch": 1, "samples_consumed": step * 8, "world_size": world_size}
                 self.deliver(CheckpointStaged.model_validate({**fact, **place, "files": (), "final": final}))
 
-    def refuse(self, run_id: str, step: int, reason: str = "its files are gone") -> None:
-        generation = self.run(run_id).generation
-        self.deliver(CheckpointRefused(run_id=run_id, generation=generation, step=step, reason=reason))
+    def refuse(self, run_id: str, step: int, reason: str = "its files are gone", *, superseded: bool = False) -> None:
+        fact = {"run_id": run_id, "generation": self.run(run_id).generation, "step": step, "reason": reason}
+        self.deliver(CheckpointRefused.model_validate({**fact, "superseded": superseded}))
 
     def start(self, run_id: str, exactness: Any = "exact") -> None:
         run = self.run(run_id)

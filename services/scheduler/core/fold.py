@@ -32,7 +32,7 @@ from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
 from services.scheduler.core.state.quarantine import describe_error, quarantine_node, quarantine_run, release_run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
-from services.scheduler.core.state.staged import StagedCheckpoints
+from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
@@ -378,7 +378,7 @@ def _staged(cluster: Cluster, known: Run, fact: checkpoint.CheckpointStaged, tim
 
 def _refused(cluster: Cluster, known: Run, fact: checkpoint.CheckpointRefused, time: datetime) -> None:
     if fact.generation == known.generation:
-        known.staged.refuse(fact.step, fact.reason)
+        known.staged.refuse(fact)
 
 
 def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:

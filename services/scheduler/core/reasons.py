@@ -187,11 +187,13 @@ def _not_waiting(run: Run) -> tuple[str, str]:
 
 def uncommitted_text(run: Run) -> str:
     """Return what a run waits for whose ranks have all ended."""
-    if (step := run.awaited_step) is None:
+    if not (steps := run.awaited_steps):
         return "its ranks have ended well; its final checkpoint is being committed"
     newest = f"the newest committed one is of step {run.newest.ref.step}" if run.newest else "none is committed yet"
+    older = f" and {len(steps) - 1} older" if len(steps) > 1 else ""
     return (
-        f"its ranks have ended well; it is complete once their checkpoint of step {step} is committed ({newest}): "
+        f"its ranks have ended well; it is complete once their checkpoint of step {steps[-1]} is committed"
+        f"{older} ({newest}): "
         "if that takes long, see whether the checkpoint service and the object store are up (`trainbus doctor`)"
     )
 

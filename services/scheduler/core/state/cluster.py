@@ -19,7 +19,7 @@ from services.scheduler.core.state.index import Index
 from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
-from services.scheduler.core.state.staged import StagedCheckpoints
+from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.usage import TeamUsage
 from services.scheduler.core.state.workload import Workload
 
@@ -175,10 +175,10 @@ class Run:
         return self.generation + 1
 
     @property
-    def awaited_step(self) -> int | None:
-        """The checkpoint that is to be committed before it is complete, though all its ranks have ended well."""
+    def awaited_steps(self) -> list[int]:
+        """The checkpoints that are to be committed before it is complete, though all its ranks have ended well."""
         succeeded = bool(self.parts) and all(part.ended == "succeeded" for part in self.parts.values())
-        return self.staged.awaited if succeeded and not self.terminal else None
+        return sorted(self.staged.open) if succeeded and not self.terminal else []
 
     @property
     def slot_count(self) -> int:

@@ -73,7 +73,7 @@ def _check_later(cycle: CycleState, run: Run) -> None:
 
 def _explain_wait(cycle: CycleState, run: Run) -> None:
     """Publish once what a run waits for whose ranks have all ended well."""
-    if run.awaited_step is None or (run.waiting_code, run.waiting_generation) == (UNCOMMITTED, run.next_generation):
+    if not run.awaited_steps or (run.waiting_code, run.waiting_generation) == (UNCOMMITTED, run.next_generation):
         return
     text = uncommitted_text(run)
     cycle.result.decisions.append(ExplainRun(run.run_id, run.next_generation, UNCOMMITTED, text))
@@ -248,14 +248,14 @@ def _fail_after_infrastructure_failures(run: Run) -> FailRun:
 
 
 def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun | FailRun | None:
-    """Completed; but not before what its ranks staged last is committed, however long that takes.
+    """Completed; but not before each checkpoint that its ranks staged is committed or refused, however long that takes.
 
     A run whose last state is lost has not its result: what is missing is trained again.
     """
-    if run.staged.awaited is not None:
+    if run.staged.open:
         return None
     trains = run.spec.kind == "train" and run.spec.task is not None and run.spec.training is not None
-    if trains and run.final is None and not run.staged.refused and run.ended_at is not None:
+    if trains and run.final is None and not run.staged.broken and run.ended_at is not None:
         waited = now - run.ended_at
         if waited < timedelta(seconds=policy.faults.final_checkpoint_wait_s):
             return None
@@ -273,8 +273,9 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun
 
 def _lost_result(run: Run, exited: RunExited | None, trains: bool) -> str | None:
     """Why the state that the ranks ended with is in no checkpoint; None if it is in one, or none was wanted."""
-    if (step := run.staged.newest_refused) is not None:
-        return f"its last checkpoint, of step {step}, was refused: {run.staged.refused[step]}"
+    if run.staged.broken:
+        step = max(run.staged.broken)
+        return f"its last checkpoint, of step {step}, was refused: {run.staged.broken[step]}"
     if trains and exited is not None and run.newest is not None and exited.step > run.newest.ref.step:
         return (
             f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {run.newest.ref.step}"

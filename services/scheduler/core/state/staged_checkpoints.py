@@ -1,0 +1,51 @@
+"""The checkpoints that a generation's ranks have staged: what of them is still to be committed or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from contracts.events.checkpoint import CheckpointRefused, CheckpointStaged
+
+
+@dataclass(slots=True)
+class StagedCheckpoints:
+    """The checkpoints of one generation, by their steps.
+
+    An agent stages a checkpoint before it reports that its ranks have ended. So when every part has ended the log
+    holds all that there is to wait for, and "the commit is late" differs from "there is nothing to commit". Each of
+    them counts, since an older one may be the best.
+    """
+
+    #: Step -> the ranks whose parts are staged, for steps of which some are missing.
+    partial: dict[int, set[int]] = field(default_factory=dict)
+    #: Steps of which every rank's part is staged, and that are neither committed nor refused.
+    open: set[int] = field(default_factory=set)
+    #: The newest step of which every rank's part was staged.
+    newest: int = -1
+    #: The newest committed step; None: none is.
+    committed: int | None = None
+    #: Step -> what was wrong with its checkpoint, where no later one is committed.
+    broken: dict[int, str] = field(default_factory=dict)
+
+    def stage(self, fact: CheckpointStaged) -> None:
+        """Note a node's part. Nodes stage in the order of steps, so what comes behind a whole step is a duplicate."""
+        if fact.step <= self.newest and fact.step not in self.partial:
+            return
+        ranks = self.partial.setdefault(fact.step, set())
+        ranks.update(fact.ranks)
+        if fact.is_whole or ranks.issuperset(range(fact.world_size)):
+            del self.partial[fact.step]
+            self.open.add(fact.step)
+            self.newest = max(self.newest, fact.step)
+
+    def commit(self, step: int) -> None:
+        """Note a commit."""
+        self.open.discard(step)
+        self.committed = max(step, self.committed or 0)
+        self.broken = {other: reason for other, reason in self.broken.items() if other > step}
+
+    def refuse(self, fact: CheckpointRefused) -> None:
+        """Note that a checkpoint will never be committed."""
+        self.open.discard(fact.step)
+        if not fact.superseded and (self.committed is None or fact.step > self.committed):
+            self.broken[fact.step] = fact.reason

@@ -145,6 +145,16 @@ class StartedLine(TimedLine):
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
+class RendezvousLine(TimedLine):
+    """This rank waits for others that have not come to the rendezvous; rank 0 sees all of them, the others rank 0."""
+
+    kind: Literal["rendezvous"] = "rendezvous"
+    #: Host and port of rank 0.
+    address: str
+    missing: tuple[int, ...]
+    waited_s: float
+
+
 class StragglerLine(TimedLine):
     """The work of ``rank`` holds the others up. Rank 0 writes it, since it sees all of them."""
 
@@ -239,7 +249,7 @@ class EndedLine(TimedLine):
 
 
 #: The lines of which the rank informs the agent at once.
-UrgentLine = StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
+UrgentLine = RendezvousLine | StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
 JournalLine = Annotated[
     MetricsLine | ParamsLine | TagsLine | KeepLine | ArtifactLine | UrgentLine, Field(discriminator="kind")
 ]

@@ -13,8 +13,9 @@ from typing import Any
 from contracts.base import Event
 from contracts.events import capacity, checkpoint, dataset, model, node, run, study
 
-#: Metrics that a sentence names.
+#: Metrics, and ranks or nodes, that a sentence names.
 MAX_NAMED_METRICS = 4
+MAX_NAMED = 5
 #: The reasons of requests that gave none: a sentence does not repeat them.
 DEFAULT_REASONS = frozenset(
     {
@@ -148,6 +149,20 @@ def _stalled(fact: run.RunStalled) -> str:
         f"rank {fact.rank} on {fact.node_id} has made no step for {fact.silent_s:.3g} s after step {fact.step} "
         f"(median {fact.median_step_s:.3g} s a step); {STALL_ACTIONS.get(fact.on_stall, fact.on_stall)}"
     )
+
+
+def held_up_text(fact: run.RunHeldUp) -> str:
+    """Return whom the ranks of a gang wait for, and where."""
+    nodes = f"node{'s' if len(fact.missing_nodes) != 1 else ''} {', '.join(fact.missing_nodes[:MAX_NAMED])}"
+    more = f" and {len(fact.missing_nodes) - MAX_NAMED} more" if len(fact.missing_nodes) > MAX_NAMED else ""
+    if not fact.address:
+        return f"cannot begin: {nodes} has not said where the ranks meet, node {fact.node_id} waits for it"
+    ranks = ", ".join(map(str, fact.missing_ranks[:MAX_NAMED]))
+    ranks += " ..." if len(fact.missing_ranks) > MAX_NAMED else ""
+    many = "ranks" if len(fact.missing_ranks) != 1 else "rank"
+    if 0 in fact.missing_ranks:
+        return f"cannot begin: node {fact.node_id} does not reach rank 0 on {nodes} at {fact.address}"
+    return f"cannot begin: {many} {ranks} on {nodes}{more} have not come to {fact.address} yet"
 
 
 def _straggler(fact: run.RunStraggler) -> str:
@@ -313,6 +328,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunReserved: lambda e: f"reserved to start by {format_time(e.start_by)} on {plural(len(e.node_ids), 'node')}",
     run.RunPlaced: _placed,
     run.RunStarted: _started,
+    run.RunHeldUp: held_up_text,
     run.RunStalled: _stalled,
     run.RunStraggler: _straggler,
     run.RunStarved: _starved,

@@ -235,7 +235,8 @@ SERVICES: dict[str, ServiceEvents] = {
     "worker": ServiceEvents(
         publishes=_events(
             node="joined left notice unfit",
-            run="started stalled straggler starved released exited progress log checkpoint_staged checkpoint_repaired",
+            run="held_up started stalled straggler starved released exited progress log checkpoint_staged "
+            "checkpoint_repaired",
         ),
         follows=_events(
             run="placed preempting completed failed cancelled "

@@ -5,9 +5,8 @@
 Each history is a run on an embedded stack that trains, is evaluated and promoted, while one to three of its services,
 servers and agents are stopped (SIGSTOP) or killed (SIGKILL, again and again) for a while at random steps. The state
 that it is completed with, its measured metrics and its verdict must be those of the run that nothing was done to, and
-each
-address that its facts name must be there. The same number is the same history, as far as clocks allow. Only processes
-of its own stack are touched.
+each address that its facts name must be there. The same number is the same history, as far as clocks allow. Only
+processes of its own stack are touched.
 """
 
 from __future__ import annotations

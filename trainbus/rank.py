@@ -21,6 +21,7 @@ from contracts.ranks import (
     LAUNCH_VARIABLE,
     EndedLine,
     Launch,
+    RendezvousLine,
     ResultLine,
     StartedLine,
     is_about_lost_peer,
@@ -102,7 +103,8 @@ def _run_task(
     dataset = Dataset(launch.dataset_folder, launch.dataset_id, arrive=arrival.wait)
     task.classes, task.statistics = dataset.classes, dataset.statistics
     workers.set_dataset(dataset.classes, dataset.statistics)
-    world.init_process_group(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
+    always = training is not None and training.strategy in ("deepspeed", "fsdp2")
+    world.init_process_group(env, always, lambda *found: journal.append(_rendezvous_line(*found)))
 
     if spec.kind == "evaluate":
         from trainbus.evaluate import evaluate  # pyarrow, which a training does not need
@@ -140,6 +142,10 @@ def _run_task(
         samples_consumed=outcome.samples_consumed,
         error=control.reason if outcome.outcome == "stopped" else "",
     )
+
+
+def _rendezvous_line(address: str, missing: tuple[int, ...], waited_s: float) -> RendezvousLine:
+    return RendezvousLine(time=time.time(), address=address, missing=missing, waited_s=waited_s)
 
 
 def _task(launch: Launch) -> Task:

@@ -185,6 +185,18 @@ class RunStarted(GenerationFact, fact="started", occurrence="generation/node_id"
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
+class RunHeldUp(GenerationFact, fact="held_up", occurrence="generation/node_id"):
+    """The ranks on this node cannot begin: others have not come to the rendezvous."""
+
+    node_id: Token
+    #: Host and port of rank 0; empty: its node has not published them.
+    address: str
+    missing_ranks: tuple[int, ...]
+    #: Where they were placed.
+    missing_nodes: tuple[Token, ...]
+    waited_s: float
+
+
 class RunStalled(GenerationFact, fact="stalled", occurrence="generation/node_id/rank/step"):
     """A rank has made no step for many times the median; ``stacks`` say where every rank of the node is."""
 

@@ -24,6 +24,7 @@ from contracts.events.run import (
     RunExited,
     RunFact,
     RunFailed,
+    RunHeldUp,
     RunNotPromoted,
     RunPlaced,
     RunPreempting,
@@ -39,6 +40,7 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
+from contracts.texts import held_up_text
 
 STATES = (
     "requested",
@@ -72,7 +74,7 @@ ABOUT_RESULTS = (
 )
 
 #: Facts that count while the run holds slots.
-OF_HOLDERS = (RunStarted, RunPreempting, RunReleased, RunExited)
+OF_HOLDERS = (RunHeldUp, RunStarted, RunPreempting, RunReleased, RunExited)
 
 #: The fields that a fact changes, by name; None: the fact does not count.
 Changes = dict[str, Any] | None
@@ -157,8 +159,10 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
             return {"generation": fact.generation} | _unless_cancelling(run, state="placed", reason=None)
         case RunWaiting() | RunReserved():
             return {} if fact.next_generation > run.generation else None
+        case RunHeldUp():
+            return _unless_cancelling(run, reason=held_up_text(fact)) if run.state == "placed" else {}
         case RunStarted():
-            return {"state": "running"} if run.state == "placed" else {}
+            return {"state": "running", "reason": None} if run.state == "placed" else {}
         case RunPreempting():
             # The first one stands.
             return (

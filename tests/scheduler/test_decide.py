@@ -13,6 +13,7 @@ from contracts.events.run import (
     RunAccepted,
     RunExited,
     RunFailed,
+    RunHeldUp,
     RunPlaced,
     RunPreempting,
     RunQueued,
@@ -428,6 +429,18 @@ def test_a_run_is_complete_once_what_its_ranks_staged_last_is_committed() -> Non
     completed = world.log[-1][0]
     assert completed.checkpoint.uri == uri
     assert completed.metrics == {"validation/accuracy": 0.9}
+
+
+def test_why_says_for_whom_a_gang_waits_until_it_has_begun() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(4))
+    world.settle()
+    missing = {"missing_ranks": (2, 3), "missing_nodes": ("n2",), "waited_s": 5.0}
+    world.publish(RunHeldUp(run_id="r1", generation=1, node_id="n1", address="10.0.0.1:29500", **missing))  # type: ignore[arg-type]
+    why = answer(world.cluster, "r1", world.now, world.policy)
+    assert "it cannot begin: ranks 2, 3 on node n2 have not come to 10.0.0.1:29500 yet" in why["message"]
+    world.start("r1")
+    assert "cannot begin" not in answer(world.cluster, "r1", world.now, world.policy)["message"]
 
 
 def test_a_final_checkpoint_that_never_comes_is_not_waited_for() -> None:

@@ -66,6 +66,8 @@ threading.Thread(target=listen, daemon=True).start()
 if params.get("ignores_stop"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"env_{rank}.json").write_text(json.dumps(dict(os.environ)))
+if params.get("missing"):
+    report(kind="rendezvous", address="127.0.0.1:1", missing=params["missing"], waited_s=5.0)
 step = (launch.get("resume") or {}).get("step", 0)
 if launch.get("resume_folder"):
     assert json.loads((Path(launch["resume_folder"]) / "state_0.json").read_text())["step"] == step

@@ -12,7 +12,18 @@ import pytest
 
 from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.node import NodeJoined, NodeLeft, NodeLost
-from contracts.events.run import CheckpointRef, Member, RunCompleted, RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunCompleted,
+    RunExited,
+    RunHeldUp,
+    RunPreempting,
+    RunReleased,
+    RunStarted,
+)
+from contracts.texts import describe
+from services.worker.generation import preparation
 from tests.kit.support import until
 from tests.worker.conftest import World, package, ranks_of
 
@@ -285,3 +296,27 @@ async def test_stopped_agent_releases_its_runs_and_leaves(world: World, agent: A
     staged = await world.bus.read_history("run.r1.checkpoint_staged")
     assert noticed.sequence < staged[-1].sequence < left[0].sequence
     assert noticed.event.grace_s > placed.spec.grace_s
+
+
+async def test_a_node_says_that_the_node_of_rank_0_does_not_come(
+    world: World, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SAID_AFTER_S", 0.2)
+    await agent()
+    node_id = world.settings.node_id
+    members = (Member(node_id="elsewhere", slots=(0,), ranks=(0,)), Member(node_id=node_id, slots=(0,), ranks=(1,)))
+    await world.place(members=members, params={"steps": 5})
+    held_up = await world.wait_for(RunHeldUp)
+    assert (held_up.node_id, held_up.missing_nodes, held_up.address) == (node_id, ("elsewhere",), "")
+    # It waits for the rendezvous, not for the end of the test.
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="the test is over", grace_s=0))
+    await world.wait_for(RunReleased)
+
+
+async def test_ranks_that_wait_for_others_are_told_with_the_nodes_of_those(world: World, agent: Any) -> None:
+    await agent()
+    await world.place(slots=(0, 1), params={"steps": 5, "missing": [1]})
+    held_up = await world.wait_for(RunHeldUp)
+    assert (held_up.address, held_up.missing_ranks) == ("127.0.0.1:1", (1,))
+    assert held_up.missing_nodes == (world.settings.node_id,)
+    assert "rank 1 on node" in describe(held_up)

@@ -66,7 +66,7 @@ def recorded_reason(view: RunView) -> str:
         case "queued":
             return view.reason or "the scheduler is about to place it"
         case "placed":
-            return f"it was placed on {plural(view.slots_got, 'slot')} and its ranks are starting"
+            return view.reason or f"it was placed on {plural(view.slots_got, 'slot')} and its ranks are starting"
         case "running":
             return view.reason or f"it runs on {plural(view.slots_got, 'slot')} of the {_format_range(view)} it can use"
         case "preempting" | "cancelling":

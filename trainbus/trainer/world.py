@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from contracts.ranks import MEMORY_FRACTION_VARIABLE
+from trainbus.trainer.rendezvous import SayMissing, meet
 
-#: How long the ranks of a generation wait for each other at the start, and in a collective.
-RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+#: How long the ranks of a generation wait for each other in a collective.
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 
 
@@ -45,18 +45,16 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def init_process_group(self, env: Mapping[str, str], always: bool = False) -> None:
-        """Form the process group at MASTER_ADDR:MASTER_PORT; a single rank does so only if ``always``."""
+    def init_process_group(
+        self, env: Mapping[str, str], always: bool = False, say: SayMissing = lambda *_: None
+    ) -> None:
+        """Form the process group at MASTER_ADDR:MASTER_PORT; a single rank does so only if ``always``.
+
+        ``say`` is called, in any thread, once the ranks have waited for some that do not come.
+        """
         if self.size == 1 and not always:
             return
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            env.get("MASTER_ADDR", "127.0.0.1"),
-            int(env.get("MASTER_PORT", "0")),
-            self.size,
-            is_master=self.is_first,
-            timeout=RENDEZVOUS_TIMEOUT,
-            wait_for_workers=False,
-        )
+        store = meet(self, env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0")), say)
         device = self.device
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -16,6 +16,7 @@ from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
+from contracts.texts import held_up_text
 from services.scheduler.core.quota.quotas import periods_h
 from services.scheduler.core.state.cluster import (
     EPOCH,
@@ -262,7 +263,7 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
     waited_s = max((time - known.queued_at).total_seconds(), 0.0)
     cluster.waits.add(wait_kind_of(fact.world_size, known.served_slot_s), waited_s, time)
     known.generation, known.placed_at = fact.generation, time
-    known.final, known.staged = None, StagedCheckpoints()
+    known.final, known.staged, known.held_up = None, StagedCheckpoints(), ""
     known.preempting, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
         known.machine, known.inexact = "", False
@@ -291,10 +292,16 @@ def _account(cluster: Cluster, known: Run, part: MemberState, sign: int, time: d
         cluster.usage.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
 
 
+def _held_up(cluster: Cluster, known: Run, fact: run.RunHeldUp, time: datetime) -> None:
+    if fact.generation == known.generation and not any(part.started for part in known.parts.values()):
+        known.held_up = held_up_text(fact)
+
+
 def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
     if fact.generation != known.generation or fact.node_id not in known.parts:
         return
     known.parts[fact.node_id].started = True
+    known.held_up = ""
     known.inexact = known.inexact or fact.exactness == "samples-exact"
     if (home := cluster.nodes.get(fact.node_id)) is not None:
         known.machine = home.machine
@@ -545,6 +552,7 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     run.RunWaiting: _waiting,
     run.RunPlaced: _placed,
     run.RunReserved: _reserved,
+    run.RunHeldUp: _held_up,
     run.RunStarted: _started,
     RunStalled: _stalled,
     RunPreempting: _preempting,

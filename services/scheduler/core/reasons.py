@@ -174,7 +174,8 @@ def _not_waiting(run: Run) -> tuple[str, str]:
         case Phase.PLACED | Phase.RUNNING if not run.live:
             return UNCOMMITTED, uncommitted_text(run)
         case Phase.PLACED:
-            return "starting", f"placed on {_slots(run.slot_count)}{wish} of {where}, its ranks are starting"
+            begun = f"it {run.held_up}" if run.held_up else "its ranks are starting"
+            return "starting", f"placed on {_slots(run.slot_count)}{wish} of {where}, {begun}"
         case Phase.RUNNING:
             return "running", f"runs on {_slots(run.slot_count)}{wish} of {where}"
         case Phase.PREEMPTING:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contracts.events.run import ProgressPoint, RunLog, RunProgress, RunStarved, RunStraggler
+from contracts.events.run import ProgressPoint, RunHeldUp, RunLog, RunProgress, RunStarved, RunStraggler
 from contracts.ranks import (
     JOURNAL_LINE,
     ArtifactLine,
@@ -21,6 +21,7 @@ from contracts.ranks import (
     KeepLine,
     MetricsLine,
     ParamsLine,
+    RendezvousLine,
     ResultLine,
     StartedLine,
     StarvationLine,
@@ -163,6 +164,18 @@ def rank_event(
     event = RunStraggler if isinstance(line, StragglerLine) else RunStarved
     place = source._replace(node_id=homes.get(line.rank, source.node_id))
     return event(**place._asdict(), **line.model_dump(exclude={"kind", "time"}))
+
+
+def held_up_event(source: JournalSource, homes: Mapping[int, str], line: RendezvousLine) -> RunHeldUp:
+    """Return the event of a rank that waits for others, with the nodes of those."""
+    nodes = dict.fromkeys(homes[rank] for rank in line.missing if rank in homes)
+    return RunHeldUp(
+        **source._asdict(),
+        address=line.address,
+        missing_ranks=line.missing,
+        missing_nodes=tuple(nodes),
+        waited_s=line.waited_s,
+    )
 
 
 def progress_events(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,7 +17,7 @@ from nats.js.errors import APIError, BadRequestError
 
 from contracts import topology
 from contracts.datasets import SPLITS
-from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.events.run import CheckpointRef, Member, RunHeldUp, RunPlaced
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
@@ -26,20 +28,27 @@ from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
 from services.worker.node_context import NodeContext
+from services.worker.ranks.journal_follower import Publish
 
 log = structlog.get_logger(__name__)
 
 #: Seconds until a failed write to the bus is repeated.
 RETRY_S = 0.1
+#: Seconds after which a node says whom it waits for.
+SAID_AFTER_S = 5.0
 
 
-async def find_master(bus: Bus, placed: RunPlaced, member: Member, address: str, timeout_s: float) -> tuple[str, int]:
+async def find_master(
+    bus: Bus, placed: RunPlaced, member: Member, address: str, timeout_s: float, publish: Publish
+) -> tuple[str, int]:
     """Return (address, port) of the generation's rank 0. ``address`` is this node's own.
+
+    ``publish`` is called with what holds the gang up, if that takes long.
 
     Raises:
         TransientError: rank 0's node did not publish it in time.
     """
-    key = f"{placed.run_id}.{placed.generation}"
+    key, started = f"{placed.run_id}.{placed.generation}", time.monotonic()
     if sum(1 for each in placed.members if each.ranks) == 1:
         return address, choose_port(address)
     try:
@@ -51,9 +60,30 @@ async def find_master(bus: Bus, placed: RunPlaced, member: Member, address: str,
                 for entry in entries:
                     if entry.value:
                         return _parse_address(entry.value)
+                if (waited_s := time.monotonic() - started) > SAID_AFTER_S:
+                    await _say_held_up(placed, member, waited_s, publish)
     except TimeoutError:
         pass
     raise TransientError(f"rank 0's node did not publish its address within {timeout_s:.0f} s")
+
+
+async def _say_held_up(placed: RunPlaced, member: Member, waited_s: float, publish: Publish) -> None:
+    """Publish that rank 0's node has not said where the ranks meet. One of those that wait does, for all of them."""
+    waiting = [each for each in placed.members if each.ranks and 0 not in each.ranks]
+    if member != min(waiting, key=lambda each: min(each.ranks), default=None):
+        return
+    first = next(each for each in placed.members if 0 in each.ranks)
+    fact = RunHeldUp(
+        run_id=placed.run_id,
+        generation=placed.generation,
+        node_id=member.node_id,
+        address="",
+        missing_ranks=(0,),
+        missing_nodes=(first.node_id,),
+        waited_s=waited_s,
+    )
+    with suppress(TransientError):  # the bus is away: the next look says it
+        await publish(fact)
 
 
 def choose_port(address: str) -> int:
@@ -102,7 +132,7 @@ class GenerationInputs:
 
 
 async def prepare_inputs(
-    context: NodeContext, placed: RunPlaced, member: Member, folder: Path, pins: CachePins
+    context: NodeContext, placed: RunPlaced, member: Member, folder: Path, pins: CachePins, publish: Publish
 ) -> GenerationInputs:
     """Fetch everything, in parallel.
 
@@ -126,7 +156,8 @@ async def prepare_inputs(
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
     layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
     settings = context.settings
-    master = await find_master(context.bus, placed, member, settings.address, settings.rendezvous_timeout_s)
+    patience_s = settings.rendezvous_timeout_s
+    master = await find_master(context.bus, placed, member, settings.address, patience_s, publish)
     return GenerationInputs(code, packages_dir, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
 
 

@@ -215,7 +215,7 @@ class GenerationRunner:
             GenerationFailure: an input is not available.
         """
         started = time.monotonic()
-        work = prepare_inputs(self._context, self.placed, self.member, self.files.folder, pins)
+        work = prepare_inputs(self._context, self.placed, self.member, self.files.folder, pins, self._publish)
         task = asyncio.create_task(_traced("prepare", work))
         node = f"node {self.member.node_id}"
         try:

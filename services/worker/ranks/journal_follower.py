@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from contracts.base import Fact
 from contracts.events.run import CheckpointRef, RunLog, RunStarted
 from contracts.progress import ring_name
-from contracts.ranks import CheckpointLine, JournalLine, StarvationLine, StragglerLine
+from contracts.ranks import CheckpointLine, JournalLine, RendezvousLine, StarvationLine, StragglerLine
 from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
@@ -262,6 +262,8 @@ class JournalFollower:
                 for _, line in lines:
                     if isinstance(line, StragglerLine | StarvationLine):
                         await self._publish(journal.rank_event(self._source, self._homes, line))
+                    if isinstance(line, RendezvousLine):
+                        await self._publish(journal.held_up_event(self._source, self._homes, line))
                     if isinstance(line, StarvationLine):
                         metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end

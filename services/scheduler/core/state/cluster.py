@@ -135,6 +135,8 @@ class Run:
     #: Why the generation before failed before its first step; '' if it did not.
     last_start_failure: str = ""
     strikes: Counter[str] = field(default_factory=Counter)
+    #: Whom its ranks wait for, where, before they can begin; '' once they have.
+    held_up: str = ""
     #: Why the current generation must restart: one of its ranks makes no step.
     stalled: RunStalled | None = None
     #: Digest of the machines on which its state came about; '' before it has any.

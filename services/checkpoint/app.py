@@ -214,7 +214,7 @@ def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     own = CheckpointSettings.of(settings)
     service = Service("checkpoint", own)
-    objects: ObjectStore = service.add_resource(ObjectStore(own))
+    objects = service.add_object_store(ObjectStore(own))
     committer = Committer(service.bus, objects, own)
     keeper = Keeper(service.bus, objects)
     scrubber = Scrubber(service.bus, objects, own)

@@ -575,7 +575,7 @@ class Evaluator:
 def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     service = Service("evaluation", settings)
-    objects: ObjectStore = service.add_resource(ObjectStore(settings))
+    objects = service.add_object_store(ObjectStore(settings))
     evaluator = Evaluator(service.bus, objects, settings)
     for event in topology.EVALUATION.events:
         service.bus.subscriber(topology.EVALUATION, event)(evaluator.on_run_ended)

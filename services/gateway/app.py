@@ -10,7 +10,7 @@ import structlog
 from contracts import topology
 from services.gateway.api import build_api
 from services.gateway.files import RunFiles
-from services.gateway.gauges import watch_read_model, watch_server
+from services.gateway.gauges import watch_nats_store, watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
@@ -50,6 +50,8 @@ def build(settings: Settings) -> Gateway:
     service.add_background_task(project)
     service.add_background_task(lambda: watch_read_model(store))
     service.add_background_task(lambda: watch_server(service.bus))
+    if (monitor_url := own.nats_monitor_url) is not None:
+        service.add_background_task(lambda: watch_nats_store(monitor_url))
     service.add_background_task(lambda: _prune(store))
     _serve(service, own, projection, files)
     return service

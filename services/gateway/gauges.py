@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 
+import httpx
 import nats.errors
 import structlog
 from nats.js.errors import Error as JetStreamError
@@ -42,6 +43,19 @@ async def watch_read_model(store: Store) -> None:
         await asyncio.sleep(READ_MODEL_EVERY_S)
 
 
+async def watch_nats_store(url: str) -> None:
+    """Keep the gauges over JetStream's files fresh, as nats-server's monitor reports them."""
+    async with httpx.AsyncClient(timeout=SERVER_EVERY_S) as client:
+        while True:
+            try:
+                answer = (await client.get(f"{url.rstrip('/')}/jsz")).raise_for_status().json()
+                metrics.JETSTREAM_BYTES.labels("used").set(answer["storage"])
+                metrics.JETSTREAM_BYTES.labels("limit").set(answer["config"]["max_storage"])
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                log.warning("nats-server's monitor does not answer", url=url, error=repr(error))
+            await asyncio.sleep(SERVER_EVERY_S)
+
+
 async def watch_server(bus: Bus) -> None:
     """Keep the gauges over streams and consumers fresh; while the server is away they stand still."""
     while True:
@@ -55,6 +69,7 @@ async def watch_server(bus: Bus) -> None:
                 metrics.CONSUMER_PENDING.labels(consumer.name).set(
                     (info.num_pending or 0) + (info.num_ack_pending or 0)
                 )
+                metrics.CONSUMER_REDELIVERED.labels(consumer.name).set(info.num_redelivered or 0)
         except (nats.errors.Error, JetStreamError, TimeoutError) as error:
             log.warning("the server's figures cannot be had", error=repr(error))
         await asyncio.sleep(SERVER_EVERY_S)

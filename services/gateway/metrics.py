@@ -33,6 +33,12 @@ NODES = Gauge("trainbus_gateway_nodes", "Nodes in the read model by state.", ["s
 SLOTS = Gauge("trainbus_gateway_slots", "Slots of nodes that are not gone, by use: used, free.", ["use"])
 STREAM_MESSAGES = Gauge("trainbus_stream_messages", "Messages in a stream, as the server counts them.", ["stream"])
 STREAM_BYTES = Gauge("trainbus_stream_bytes", "Bytes of a stream, as the server counts them.", ["stream"])
+JETSTREAM_BYTES = Gauge(
+    "trainbus_jetstream_bytes", "Bytes that JetStream's files take, and may take: used, limit.", ["kind"]
+)
+CONSUMER_REDELIVERED = Gauge(
+    "trainbus_consumer_redelivered_messages", "Messages delivered more than once that are not finished.", ["consumer"]
+)
 CONSUMER_PENDING = Gauge(
     "trainbus_consumer_pending_messages", "Messages a service has not finished, waiting or in work.", ["consumer"]
 )

@@ -17,6 +17,8 @@ class GatewaySettings(Settings):
     gateway_port: int = Field(8080, ge=0, le=65535)
     #: SQLAlchemy URL (``postgresql+asyncpg://...``). None: a SQLite file in ``data_dir``.
     gateway_database_url: SecretStr | None = None
+    #: Where nats-server answers ``/jsz`` (its ``http_port``). None: how full its store is, is not exported.
+    nats_monitor_url: str | None = Field(None, pattern="^https?://")
     #: Where browsers reach MLflow's pages (``http://...``). None: where ``trainbus ui`` serves them.
     mlflow_url: str | None = Field(None, pattern="^https?://")
 

@@ -170,7 +170,7 @@ def ingested_fact(ingestion_id: str, run_id: str | None, result: IngestionResult
 def build(settings: Settings) -> Service:
     own = IngestionSettings.of(settings)
     service = Service("ingestion", own)
-    objects = service.add_resource(ObjectStore(own))
+    objects = service.add_object_store(ObjectStore(own))
     decoders = service.add_resource(DecoderPool(own.decoders))
     workdir = service.add_resource(Workdir(own.data_dir / "ingestion"))
     ingestion = Ingestion(service, own, objects, decoders, workdir)

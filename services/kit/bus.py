@@ -154,6 +154,11 @@ class Bus:
         raise ConnectionLost("NATS closed the connection and refuses a new one")
 
     @property
+    def consumers(self) -> dict[str, str]:
+        """The consumers that this service handles, and their streams."""
+        return self._handlers.streams
+
+    @property
     def stopped_consumers(self) -> list[str]:
         """Names of the consumers that the dead-letter limit has stopped."""
         return self._handlers.stopped

@@ -64,6 +64,11 @@ class Handlers:
             self.subscribers[group.consumer.name] = subscriber
 
     @property
+    def streams(self) -> dict[str, str]:
+        """Consumer -> its stream."""
+        return {name: group.consumer.stream for name, group in self._groups.items()}
+
+    @property
     def stopped(self) -> list[str]:
         """Names of the consumers that the dead-letter limit has stopped."""
         return [name for name, group in self._groups.items() if group.limit.is_reached]

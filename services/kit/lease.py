@@ -143,12 +143,14 @@ class Lease:
                 log.warning("lease not acquired", key=self.key, error=repr(error))
             await asyncio.sleep(self.ttl_s * RENEW_SHARE / 2)
         renewal = asyncio.create_task(self.renew_until_lost())
-        metrics.LEADER.labels(self.key).set(1)
+        # The part behind the dot is a node: labels must not grow with the cluster.
+        held = metrics.LEADER.labels(self.key.partition(".")[0])
+        held.set(1)
         log.info("lease acquired", key=self.key, token=self._revision)
         try:
             yield renewal
         finally:
-            metrics.LEADER.labels(self.key).set(0)
+            held.set(0)
             await cancel_and_wait(renewal)
             await self.release()
 

@@ -61,6 +61,7 @@ LOOP_LAG_SECONDS = Histogram(
 )
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
+OBJECT_STORE_UP = Gauge("trainbus_object_store_up", "1 while the object store answers this service.")
 OBJECT_BYTES = counter(
     "trainbus_object_bytes_total", "Bytes moved to and from the object store.", direction=("up", "down")
 )

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -17,10 +17,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from contracts import subjects
 from services.kit import metrics, telemetry
+from services.kit.backlog import BacklogWatch
 from services.kit.bus import Bus
 from services.kit.clock import Clock
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -42,11 +46,13 @@ class Service:
         self.bus = Bus(name, settings, clock)
         self.http_port: int | None = None
         self.stopping = asyncio.Event()
-        self._background: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._backlog = BacklogWatch(self.bus)
+        self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._backlog.run]
         self._resources: list[Any] = []
         self._checks: dict[str, Callable[[], bool]] = {
             "bus": lambda: self.bus.connected,
             "consumers": lambda: not self.bus.stopped_consumers,
+            "backlog": lambda: not self._backlog.stuck,
         }
         self._on_stop: list[Callable[[], Awaitable[None]]] = []
         self._on_early_stop: list[Callable[[], Awaitable[None]]] = []
@@ -62,6 +68,13 @@ class Service:
         """Enter an async context manager before the handlers start and leave it after they end."""
         self._resources.append(manager)
         return manager
+
+    def add_object_store(self, objects: ObjectStore) -> ObjectStore:
+        """Use an object store: it is opened before the handlers start, and /ready says whether it answers."""
+        self.add_resource(objects)
+        self.add_background_task(objects.watch)
+        self.add_readiness_check("object_store", lambda: objects.answers)
+        return objects
 
     def add_readiness_check(self, name: str, check: Callable[[], bool]) -> None:
         """Add a condition to /ready."""

@@ -143,7 +143,7 @@ class ClusterCache:
         now = self.bus.clock.monotonic()
         if idle or now - self._observed_at > OBSERVE_S:
             self._observed_at = now
-            observe(self.cluster)
+            observe(self.cluster, self.now())
 
     def _fold(self, received: Message[Any]) -> None:
         """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
@@ -164,7 +164,7 @@ class ClusterCache:
             log.error("a fact cannot be applied", subject=fact.subject, sequence=received.sequence)
 
 
-def observe(cluster: Cluster) -> None:
+def observe(cluster: Cluster, now: datetime) -> None:
     """Bring the gauges in step with the cluster."""
     metrics.FOLDED_SEQUENCE.set(cluster.sequence)
     metrics.QUEUE_LENGTH.set(len(cluster.queued))
@@ -174,6 +174,11 @@ def observe(cluster: Cluster) -> None:
     metrics.QUARANTINED.labels("node").set(len(cluster.quarantined_nodes))
     for phase in Phase:
         metrics.RUNS.labels(str(phase)).set(cluster.phases[phase])
+    active = [cluster.runs[run_id] for run_id in cluster.active]
+    oldest_s = min((at_s for run in active for at_s in run.staged.open.values()), default=now.timestamp())
+    metrics.COMMIT_LAG_SECONDS.set(max(now.timestamp() - oldest_s, 0.0))
+    metrics.COMMIT_LAG_STEPS.set(max((run.staged.behind_steps for run in active), default=0))
+    metrics.HELD_UP_RUNS.set(sum(bool(run.held_up) for run in active))
     states = [node.display_state for node in cluster.nodes.values()]
     for state in ("alive", "draining", "notice", "unfit", "quarantined", "lost", "left"):
         metrics.NODES.labels(state).set(states.count(state))

@@ -15,6 +15,15 @@ QUARANTINED = Gauge(
 NODES = Gauge(
     "trainbus_scheduler_nodes", "Nodes by state: alive, draining, notice, unfit, quarantined, lost, left.", ["state"]
 )
+COMMIT_LAG_SECONDS = Gauge(
+    "trainbus_scheduler_commit_lag_seconds",
+    "Age of the oldest checkpoint that is staged and neither committed nor refused.",
+)
+COMMIT_LAG_STEPS = Gauge(
+    "trainbus_scheduler_commit_lag_steps",
+    "Steps that the newest commit is behind what is staged; the largest of all runs.",
+)
+HELD_UP_RUNS = Gauge("trainbus_scheduler_held_up_runs", "Placed runs whose ranks wait for some that do not come.")
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
 PREEMPTIONS = counter(
     "trainbus_scheduler_preemptions_total",

@@ -106,7 +106,7 @@ def build(settings: Settings) -> ServingService:
     """Return the service, ready to run."""
     own = ServingSettings.of(settings)
     service = ServingService("serving", own)
-    objects: ObjectStore = service.add_resource(ObjectStore(own))
+    objects = service.add_object_store(ObjectStore(own))
     router = Router(own.serving_timeout_s, own.serving_max_queue)
     folder = own.data_dir.resolve() / "models"
     parts = DeploymentParts(

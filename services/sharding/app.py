@@ -148,7 +148,7 @@ def _run_prepared(run_id: str, dataset: Dataset) -> RunPrepared:
 def build(settings: Settings) -> Service:
     own = ShardingSettings.of(settings)
     service = Service("sharding", own)
-    objects: ObjectStore = service.add_resource(ObjectStore(own))
+    objects = service.add_object_store(ObjectStore(own))
     workdir = service.add_resource(Workdir(own.data_dir / "sharding"))
     sharding = Sharding(service, own, objects, workdir)
     service.bus.subscriber(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)

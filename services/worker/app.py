@@ -57,7 +57,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     if not isinstance(settings, WorkerSettings):
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
-    objects = service.add_resource(ObjectStore(settings))
+    objects = service.add_object_store(ObjectStore(settings))
     warm_server = _warm_server(settings) if settings.warm and executor is None else None
     executor = executor or ProcessExecutor(warm_server)
     inventory = inspect_node(settings)

@@ -110,6 +110,9 @@ def test_every_alert_says_what_to_do() -> None:
     for rule in alert_rules():
         assert rule["annotations"]["summary"], rule["alert"]
         assert rule["annotations"]["action"], rule["alert"]
+        page, _, section = rule["annotations"]["runbook"].partition("#")
+        headings = re.findall(r"^## (\w+)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert section in [heading.lower() for heading in headings], rule["alert"]
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from prometheus_client import REGISTRY
+
 from contracts import topology
 from services.kit.bus import Bus
 from services.kit.lease import Lease, LeaseWatch, read_record, read_records
@@ -81,3 +83,10 @@ async def test_an_invalid_record_is_a_lease_without_a_holder(bus: Bus) -> None:
     assert not await lease.try_acquire()
     clock.advance(0.1)
     assert await lease.try_acquire()
+
+
+async def test_no_node_is_in_a_label(bus: Bus) -> None:
+    lease = Lease(await bus.open_bucket(topology.LEASES), "node.gpu-17", "a", 10.0)
+    async with lease.leadership():
+        assert REGISTRY.get_sample_value("trainbus_leader", {"lease": "node"}) == 1
+    assert REGISTRY.get_sample_value("trainbus_leader", {"lease": "node"}) == 0

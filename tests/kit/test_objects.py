@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.kit.bus import TransientError
 from services.kit.concurrency import cancel_and_wait
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
+from services.kit.store import objects as objects_module
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.reader import STALL_S
 from services.kit.store.uris import blob_key
 from tests.conftest import ACCESS_KEY, SECRET_KEY
+from tests.kit.support import until
 from trainbus.embedded.servers import S3Server
 
 
@@ -209,3 +213,23 @@ async def test_calls_wait_for_the_end_of_an_outage(tmp_path: Path, s3_settings: 
                 await store.get("s3://models/a")
     finally:
         server.stop()
+
+
+async def test_a_store_that_hangs_is_noticed_and_so_is_its_return(
+    objects: ObjectStore, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects_module, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(objects_module, "PROBE_TIMEOUT_S", 0.3)
+    watching = asyncio.create_task(objects.watch())
+    assert s3_server.process is not None
+    try:
+        # It accepts connections and says nothing: no error ends a request.
+        s3_server.process.send_signal(signal.SIGSTOP)
+        await until(lambda: not objects.answers, "the silence to be noticed")
+        assert REGISTRY.get_sample_value("trainbus_object_store_up") == 0
+        s3_server.process.send_signal(signal.SIGCONT)
+        await until(lambda: objects.answers, "its return to be noticed")
+        assert REGISTRY.get_sample_value("trainbus_object_store_up") == 1
+    finally:
+        s3_server.process.send_signal(signal.SIGCONT)
+        await cancel_and_wait(watching)

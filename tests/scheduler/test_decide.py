@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from prometheus_client import REGISTRY
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
@@ -21,6 +22,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Elastic, Faults, Policy
+from services.scheduler.cluster_cache import observe
 from services.scheduler.core.decide import decide, unresponsive_nodes
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain.why import answer
@@ -429,6 +431,22 @@ def test_a_run_is_complete_once_what_its_ranks_staged_last_is_committed() -> Non
     completed = world.log[-1][0]
     assert completed.checkpoint.uri == uri
     assert completed.metrics == {"validation/accuracy": 0.9}
+
+
+def test_the_gauges_say_how_far_commits_are_behind() -> None:
+    world = two_nodes()
+    training(world)
+    for step in (8, 12):
+        world.stage("r1", step, final=False)
+        world.wait(30)
+    observe(world.cluster, world.now)
+    assert REGISTRY.get_sample_value("trainbus_scheduler_commit_lag_seconds") == 60
+    assert REGISTRY.get_sample_value("trainbus_scheduler_commit_lag_steps") == 7
+    for step in (8, 12):
+        world.commit("r1", step)
+    observe(world.cluster, world.now)
+    assert REGISTRY.get_sample_value("trainbus_scheduler_commit_lag_seconds") == 0
+    assert REGISTRY.get_sample_value("trainbus_scheduler_commit_lag_steps") == 0
 
 
 def test_why_says_for_whom_a_gang_waits_until_it_has_begun() -> None:

@@ -37,6 +37,9 @@ T = TypeVar("T")
 #: Age above which an upload rewrites an existing blob. Garbage collection spares young blobs, so it never removes one
 #: that an upload has just reused.
 REUSE_AGE_S = 6 * 3600.0
+#: How often a store that nobody uses is asked whether it answers, and how long that may take.
+PROBE_EVERY_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 NOT_FOUND_CODES = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 EXISTS_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 #: The store received other bytes than the announced ones.
@@ -92,6 +95,8 @@ class ObjectStore:
         self._stack = AsyncExitStack()
         self._client: Any = None
         self.reader = ObjectReader(settings, patience_s=patience_s)
+        #: Whether it has answered lately, as far as ``watch`` knows.
+        self.answers = True
 
     async def __aenter__(self) -> Self:
         from botocore.config import Config
@@ -126,6 +131,26 @@ class ObjectStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def watch(self) -> None:
+        """Keep ``answers`` and its gauge up to date until cancelled. Any answer counts, a refusal among them."""
+        from aiohttp import ClientError as HttpError
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        while True:
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await self._client.head_bucket(Bucket=self._settings.bucket_code)
+                answers = True
+            except ClientError as error:
+                answers = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) < 500
+            except (TimeoutError, BotoCoreError, HttpError, OSError):
+                answers = False
+            if answers != self.answers:
+                log.warning("the object store answers again" if answers else "the object store does not answer")
+            self.answers = answers
+            metrics.OBJECT_STORE_UP.set(answers)
+            await asyncio.sleep(PROBE_EVERY_S)
 
     # -- whole objects ------------------------------------------------------
 

@@ -380,7 +380,7 @@ def _staged(cluster: Cluster, known: Run, fact: checkpoint.CheckpointStaged, tim
     part = known.parts.get(fact.node_id)
     # A part that has ended stages nothing more: a late duplicate says nothing new.
     if fact.generation == known.generation and part is not None and part.ended is None:
-        known.staged.stage(fact)
+        known.staged.stage(fact, time.timestamp())
 
 
 def _refused(cluster: Cluster, known: Run, fact: checkpoint.CheckpointRefused, time: datetime) -> None:

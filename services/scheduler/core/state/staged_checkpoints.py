@@ -18,8 +18,8 @@ class StagedCheckpoints:
 
     #: Step -> the ranks whose parts are staged, for steps of which some are missing.
     partial: dict[int, set[int]] = field(default_factory=dict)
-    #: Steps of which every rank's part is staged, and that are neither committed nor refused.
-    open: set[int] = field(default_factory=set)
+    #: Steps of which every rank's part is staged, and that are neither committed nor refused; since when, in seconds.
+    open: dict[int, float] = field(default_factory=dict)
     #: The newest step of which every rank's part was staged.
     newest: int = -1
     #: The newest committed step; None: none is.
@@ -27,7 +27,12 @@ class StagedCheckpoints:
     #: Step -> what was wrong with its checkpoint, where no later one is committed.
     broken: dict[int, str] = field(default_factory=dict)
 
-    def stage(self, fact: CheckpointStaged) -> None:
+    @property
+    def behind_steps(self) -> int:
+        """How many steps the newest commit is behind what is staged."""
+        return max(max(self.open) - (self.committed or 0), 0) if self.open else 0
+
+    def stage(self, fact: CheckpointStaged, at_s: float) -> None:
         """Note a node's part. Nodes stage in the order of steps, so what comes behind a whole step is a duplicate."""
         if fact.step <= self.newest and fact.step not in self.partial:
             return
@@ -35,17 +40,17 @@ class StagedCheckpoints:
         ranks.update(fact.ranks)
         if fact.is_whole or ranks.issuperset(range(fact.world_size)):
             del self.partial[fact.step]
-            self.open.add(fact.step)
+            self.open[fact.step] = at_s
             self.newest = max(self.newest, fact.step)
 
     def commit(self, step: int) -> None:
         """Note a commit."""
-        self.open.discard(step)
+        self.open.pop(step, None)
         self.committed = max(step, self.committed or 0)
         self.broken = {other: reason for other, reason in self.broken.items() if other > step}
 
     def refuse(self, fact: CheckpointRefused) -> None:
         """Note that a checkpoint will never be committed."""
-        self.open.discard(fact.step)
+        self.open.pop(fact.step, None)
         if not fact.superseded and (self.committed is None or fact.step > self.committed):
             self.broken[fact.step] = fact.reason

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCompleted
@@ -15,8 +19,11 @@ from services.kit.concurrency import cancel_and_wait
 from services.kit.service import Service
 from services.kit.settings import Settings
 from trainbus.client.address import StackAddress
+from trainbus.commands import doctor
 from trainbus.commands.doctor import CheckResult, _check_bus
+from trainbus.embedded import registry
 from trainbus.embedded.layout import SERVICES
+from trainbus.embedded.servers import NatsServer
 
 
 @asynccontextmanager
@@ -72,3 +79,20 @@ async def test_an_autoscaler_is_needed_where_a_policy_has_pools(settings: Settin
     policy = Policy.model_validate({"pools": {"pools": [{"name": "spot", "max_nodes": 2, "slots_per_node": 1}]}})
     await bus.publish(PolicyAdopted(digest=policy.digest, policy=policy))
     assert (await check(settings))["autoscaler"].grade == "missing"
+
+
+def test_a_cluster_in_the_environment_needs_nothing_of_this_machine(
+    nats_server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRAINBUS_NATS_URL", nats_server.url.replace("://", "://me:secret@"))
+    for name in ("S3_ENDPOINT", "GATEWAY_URL", "SERVING_URL", "STACK"):
+        monkeypatch.delenv(f"TRAINBUS_{name}", raising=False)
+    # Several stacks run here, and none of them is meant.
+    several = SimpleNamespace(name="one", data_dir=tmp_path), SimpleNamespace(name="two", data_dir=tmp_path)
+    monkeypatch.setattr(registry, "list_stacks", lambda: list(several))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "find_binary", lambda *_: pytest.fail("the cluster's programs are not here"))
+    found = {each.what: each for each in doctor.check_all(None)}
+    assert found["NATS"].grade == "ok"
+    assert found["scheduler"].grade == "missing"
+    assert not any("secret" in each.found for each in found.values())

@@ -106,6 +106,11 @@ def _describe_stacks(stacks: Sequence[RegisteredStack]) -> str:
     return "\n".join(f"  {each.name:{width}}  {each.data_dir}" for each in stacks)
 
 
+def is_in_environment(given: Path | None) -> bool:
+    """Whether the environment names the stack, most often a cluster's."""
+    return given is None and "TRAINBUS_NATS_URL" in os.environ
+
+
 def find_address(given: Path | None = None) -> StackAddress:
     """Return the stack of the given data folder, else of TRAINBUS_NATS_URL, else the embedded one that runs here.
 
@@ -113,7 +118,7 @@ def find_address(given: Path | None = None) -> StackAddress:
         StackUnreachableError: no stack runs there.
         UsageError: several stacks run and none is named.
     """
-    if given is None and "TRAINBUS_NATS_URL" in os.environ:
+    if is_in_environment(given):
         return _from_environment()
     data_dir = find_running_data_dir(given)
     stack = read_stack(data_dir)

@@ -22,7 +22,13 @@ from urllib.parse import urlsplit
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
 from contracts.texts import plural
-from trainbus.client.address import StackAddress, find_address, find_running_data_dir
+from trainbus.client.address import (
+    StackAddress,
+    find_address,
+    find_data_dir,
+    find_running_data_dir,
+    is_in_environment,
+)
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.options import run
@@ -71,10 +77,14 @@ def print_results(data_dir: Path | None, *, as_json: bool) -> int:
 
 def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     """Check everything, the cheapest first."""
-    folder = find_running_data_dir(data_dir)
+    is_elsewhere = is_in_environment(data_dir)
+    # Which of the stacks on this machine is meant does not matter for a cluster.
+    folder = find_data_dir(data_dir) if is_elsewhere else find_running_data_dir(data_dir)
     yield _python()
     yield CheckResult("trainbus", "ok", importlib.metadata.version("trainbus"))
-    if importlib.util.find_spec("faststream") is None:
+    if is_elsewhere:
+        yield CheckResult("stack", "ok", "a cluster: TRAINBUS_NATS_URL is set")
+    elif importlib.util.find_spec("faststream") is None:
         yield CheckResult("stack of your own", "note", "only the client is installed", "pip install 'trainbus[all]'")
     else:
         yield from _packages()
@@ -257,16 +267,15 @@ async def _nodes(connection: Connection) -> CheckResult:
 
 def _tcp(what: str, address: StackAddress) -> CheckResult:
     where = urlsplit(address.nats_url.split(",")[0])
+    shown = f"{where.hostname or '127.0.0.1'}:{where.port or 4222}"  # the address may have a password in it
     try:
         with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout=2) as link:
             link.settimeout(2)
             hello = link.recv(4096)
         version = json.loads(hello.split(b" ", 1)[1].split(b"\r\n")[0]).get("version", "?")
-        return CheckResult(what, "ok", f"{version} at {address.nats_url}")
+        return CheckResult(what, "ok", f"{version} at {shown}")
     except (OSError, ValueError, IndexError) as error:
-        return CheckResult(
-            what, "missing", f"no NATS at {address.nats_url}: {error}", "trainbus up, or set TRAINBUS_NATS_URL"
-        )
+        return CheckResult(what, "missing", f"no NATS at {shown}: {error}", "trainbus up, or set TRAINBUS_NATS_URL")
 
 
 def _s3(address: StackAddress) -> CheckResult:

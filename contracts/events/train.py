@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from contracts.base import Request, Token
+from contracts.spec.base import check_argument
 from contracts.spec.data import DataSource
 from contracts.spec.gates import ModelGates
 from contracts.spec.run import RunFields, RunSpec
@@ -30,6 +31,11 @@ class TrainRequested(RunFields, Request, verb="train"):
         for name in env:
             if not name.isidentifier():
                 raise ValueError(f"env name {name!r} is not an identifier")
+        for name, value in env.items():
+            try:
+                check_argument(f"{name}={value}")
+            except ValueError as error:
+                raise ValueError(f"env variable {name!r} {error}") from None
         return env
 
     @model_validator(mode="after")

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Metric = Annotated[str, Field(min_length=1, max_length=200)]
 Mode = Literal["min", "max"]
+#: Linux takes no longer argument or variable (MAX_ARG_STRLEN), the NUL at its end included.
+MAX_ARGUMENT_BYTES = 131_071
+
+
+def check_argument(text: str) -> str:
+    """Return the text if a process can be given it as an argument or a variable.
+
+    Raises:
+        ValueError: it cannot; the text says what to change.
+    """
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which would end it")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError("is no valid Unicode: it holds half of a surrogate pair") from None
+    if size > MAX_ARGUMENT_BYTES:
+        limit = f"a process takes at most {MAX_ARGUMENT_BYTES:,} in one piece"
+        raise ValueError(f"has {size:,} bytes, and {limit}: put it into a file of the project")
+    return text
+
+
+Argument = Annotated[str, AfterValidator(check_argument)]
 
 
 class SpecPart(BaseModel):

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema
 
 from contracts.base import ObjectUri, Sha256, Token
 from contracts.lenient import without_rules
-from contracts.spec.base import SpecPart
+from contracts.spec.base import Argument, SpecPart
 from contracts.spec.data import DatasetRef, DataSource
 from contracts.spec.resources import Gang, Resources, Scheduling, Slots
 from contracts.spec.training import Checkpoints, Evaluation, EvaluationTarget, Retention, Training, Watch
@@ -54,7 +54,7 @@ class RunFields(SpecPart):
     packages: Packages = Packages()
     task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
     params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
-    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    command: Annotated[list[Argument], Field(min_length=1, max_length=1000)] | None = None
     #: Name -> regular expression with one group, applied to the command's output lines.
     metric_patterns: dict[str, str] = Field(default_factory=dict, max_length=50)
     env: dict[str, str] = Field(default_factory=dict, max_length=200)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from contracts.base import ObjectUri, Token
-from contracts.spec.base import Metric, Mode, SpecPart
+from contracts.spec.base import Argument, Metric, Mode, SpecPart
 from contracts.spec.resources import Slots
 
 
@@ -146,7 +146,7 @@ class Evaluation(SpecPart):
     slots: Slots | None = None
     #: What measures the checkpoint of a script (``command``), with it in TRAINBUS_RESUME_DIR: it writes
     #: ``metrics.json`` and, if it can, ``predictions.parquet`` into TRAINBUS_OUTPUT_DIR.
-    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    command: Annotated[list[Argument], Field(min_length=1, max_length=1000)] | None = None
 
 
 class EvaluationTarget(SpecPart):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from contracts.events.train import TrainRequested
 from contracts.problems import describe_problems
+from contracts.spec.run import RunSpec
 
 BODY: dict[str, Any] = {"name": "a", "command": ["x"]}
 SOURCE: dict[str, Any] = {"source": "s3://lake/x/", "format": "jsonl"}
@@ -56,3 +57,24 @@ def test_each_problem_is_told_once_by_its_field(name: str) -> None:
     for field, text in expected.items():
         assert found[field].startswith(text), found
     assert not re.search(r"function-|DataSource|DatasetRef|[Ii]nput|literal\[|constrained", str(found))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"command": ["true", "x" * 131_072]}, "131,072 bytes, and a process takes at most 131,071"),
+        ({"command": ["true", "ü" * 65_536]}, "131,072 bytes"),
+        ({"command": ["true", "a\0b"]}, "NUL"),
+        ({"command": ["true"], "env": {"A": "x" * 131_070}}, "env variable 'A' has 131,072 bytes"),
+        ({"command": ["true"], "env": {"A": "a\0b"}}, "env variable 'A' holds a NUL"),
+    ],
+)
+def test_what_no_process_can_be_given_is_refused_with_the_limit(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainRequested.model_validate({"name": "a", **fields})
+    # A fact that has it already is read as ever.
+    assert RunSpec.model_validate({"name": "a", **fields}).command == fields["command"]
+
+
+def test_the_longest_argument_is_accepted() -> None:
+    assert TrainRequested.model_validate({"name": "a", "command": ["true", "x" * 131_071]}).command is not None

@@ -320,3 +320,13 @@ async def test_ranks_that_wait_for_others_are_told_with_the_nodes_of_those(world
     assert (held_up.address, held_up.missing_ranks) == ("127.0.0.1:1", (1,))
     assert held_up.missing_nodes == (world.settings.node_id,)
     assert "rank 1 on node" in describe(held_up)
+
+
+@pytest.mark.parametrize("argument", ["x" * 131_072, "a\0b"], ids=["too long", "NUL"])
+async def test_what_no_machine_can_start_fails_the_run_at_once(world: World, agent: Any, argument: str) -> None:
+    await agent()
+    # A log of an earlier version has it: today's contract refuses the request.
+    await world.place(command=["true", argument])
+    exited = await world.wait_for(RunExited)
+    assert (exited.outcome, exited.permanent, exited.infrastructure_failure) == ("failed", True, False)
+    assert "cannot be started on any machine" in exited.reason

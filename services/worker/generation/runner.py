@@ -53,7 +53,7 @@ from services.worker.generation.reports import (
     is_complete,
 )
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
-from services.worker.launch.executor import PYTHON_ROOT, RankStartError
+from services.worker.launch.executor import PYTHON_ROOT, RankStartError, is_refused_by_exec
 from services.worker.launch.mlflow_plugin import find_mlflow_uri
 from services.worker.launch.package_environment import PackagesError
 from services.worker.local_files import read_json, write_atomically
@@ -328,7 +328,10 @@ class GenerationRunner:
         specs = build_process_specs(self.placed, self.member, self._context.environment, environment)
         try:
             await self._group.start(specs, inputs.code_folder or self.files.folder)
-        except (RankStartError, OSError) as error:
+        except (RankStartError, OSError, ValueError) as error:
+            if is_refused_by_exec(error):
+                reason = f"the command cannot be started on any machine: {error}"
+                raise GenerationFailure(reason, infrastructure=False, permanent=True) from error
             reason = f"node {self.member.node_id} could not start the ranks: {error}"
             raise GenerationFailure(reason, infrastructure=True) from error
 

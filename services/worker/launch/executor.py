@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -45,6 +46,11 @@ READ_AT_INIT = ("TORCH_FR_", "TORCH_NCCL_")
 
 class RankStartError(Exception):
     """A rank may or may not have been started; the text says why that is unknown."""
+
+
+def is_refused_by_exec(error: Exception) -> bool:
+    """Whether a process could not be started for what it was to be given: too long, or no text for arguments."""
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno == errno.E2BIG)
 
 
 UNKNOWN_EXIT = -int(signal.SIGKILL)

@@ -5,16 +5,34 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from datetime import datetime
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from contracts import subjects
 
 #: A NATS subject token: what may stand between two dots. Long enough for a name and a hash.
 TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
 Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+#: Years in which an event can be. What lies outside is a mistake, and at the ends of the calendar conversions fail.
+FIRST_YEAR, LAST_YEAR = 1970, 2199
+
+
+def check_time(when: datetime) -> datetime:
+    """Return the time if it is one at which something can happen.
+
+    Raises:
+        ValueError: it is not; the text says which are.
+    """
+    if not FIRST_YEAR <= when.year <= LAST_YEAR:
+        raise ValueError(f"the year {when.year} is not within {FIRST_YEAR} to {LAST_YEAR}")
+    return when
+
+
+#: A time of which every arithmetic is possible.
+Instant = Annotated[datetime, AfterValidator(check_time)]
 #: Lower-case hex SHA-256.
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 #: A location in the object store, ``s3://bucket/key``.

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from contracts import subjects
-from contracts.base import Event, Fact
+from contracts.base import Event, Fact, check_time
 from contracts.events import BY_TYPE
 from contracts.problems import describe_problems, join_problems
 
@@ -191,9 +191,9 @@ def _envelope(raw: RawMessage, headers: Mapping[str, str], attributes: Mapping[s
         raise EnvelopeError("the event has no id: set ce-id or Nats-Msg-Id")
     time = text("time")
     try:
-        when = datetime.fromisoformat(time) if time else (raw.stored_at or datetime.now(UTC))
+        when = check_time(datetime.fromisoformat(time)) if time else (raw.stored_at or datetime.now(UTC))
     except ValueError as error:
-        raise EnvelopeError(f"ce-time {time!r} is not an RFC 3339 time") from error
+        raise EnvelopeError(f"ce-time {time!r} is no RFC 3339 time at which an event can be: {error}") from error
     return Envelope(
         id=event_id,
         source=text("source") or ANONYMOUS_SOURCE,

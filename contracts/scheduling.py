@@ -9,10 +9,11 @@ import hashlib
 import json
 from datetime import datetime
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
+from contracts.base import check_time
 from contracts.spec.base import SpecPart
 
 #: What a queue can be ordered by. Runs that are equal in all of them go in the order of submission.
@@ -138,8 +139,8 @@ class Reserve(SpecPart):
 class Maintenance(SpecPart):
     """Nodes that must be empty for a while: nothing starts there that might not be done by then."""
 
-    start: AwareDatetime
-    end: AwareDatetime
+    start: Annotated[AwareDatetime, AfterValidator(check_time)]
+    end: Annotated[AwareDatetime, AfterValidator(check_time)]
     node_ids: tuple[str, ...] = ()
     #: Or nodes with all of these labels.
     labels: dict[str, str] = Field(default_factory=dict)

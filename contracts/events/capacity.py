@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from pydantic import Field
 
-from contracts.base import Fact, Token
+from contracts.base import Fact, Instant, Token
 from contracts.events.run import DecisionRecord
 from contracts.lenient import Lenient
 from contracts.scheduling import Policy
@@ -26,7 +24,7 @@ class CapacityWanted(
     spare: tuple[Token, ...] = ()
     #: Nodes that were wanted did not come in time; the pool is left alone for a while.
     timed_out: bool = False
-    decided_at: datetime
+    decided_at: Instant
     decided_at_sequence: int = 0
     decision: DecisionRecord | None = None
 

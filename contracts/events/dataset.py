@@ -6,13 +6,12 @@ after it, the dataset's own: the hash of its manifest.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Literal
 
 from pydantic import Field
 
 from contracts import subjects
-from contracts.base import Fact, ObjectUri, Sha256, Token
+from contracts.base import Fact, Instant, ObjectUri, Sha256, Token
 from contracts.events.run import FactPart
 from contracts.lenient import Lenient
 from contracts.spec.data import DataSource
@@ -107,7 +106,7 @@ class DatasetSharded(DatasetFact, fact="sharded", id_field="dataset_id"):
     shard_count: int
     size_bytes: int
     classes: tuple[str, ...] = ()
-    created_at: datetime
+    created_at: Instant
 
 
 class ShardFile(FactPart):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts import subjects
-from contracts.base import Fact, ObjectUri, Sha256, Token
+from contracts.base import Fact, Instant, ObjectUri, Sha256, Token
 from contracts.spec.run import RunSpec
 
 
@@ -63,11 +62,11 @@ class DecisionRecord(FactPart):
     #: Sequence of the last fact that it had folded.
     at_sequence: int
     #: Its clock.
-    at: datetime
+    at: Instant
     #: Digest of the policy.
     policy: str = ""
     #: From when on agents could reach the bus.
-    reachable_since: datetime | None = None
+    reachable_since: Instant | None = None
     #: The runs with which placing and the search for victims went on, because the cycle before had left them over.
     place_from: str | None = None
     preempt_from: str | None = None
@@ -145,7 +144,7 @@ class RunPlaced(GenerationFact, fact="placed"):
     dataset: RunPrepared | None = None
     #: Sequence of the last fact, and the time, that the decision was made from: it can be re-made.
     decided_at_sequence: int
-    decided_at: datetime
+    decided_at: Instant
     #: The slots the run would like to have: more than it got when it was shrunk.
     wanted_slots: int = 0
     #: How many generations of the run have ended unasked, and for how many seconds it has had slots in total. The
@@ -160,7 +159,7 @@ class RunReserved(RunFact, fact="reserved"):
 
     next_generation: int = Field(ge=1)
     #: It starts by then as long as the runs that hold its slots keep their limits.
-    start_by: datetime
+    start_by: Instant
     node_ids: tuple[Token, ...] = ()
     decision: DecisionRecord | None = None
 

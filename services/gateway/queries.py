@@ -7,17 +7,20 @@ import binascii
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 
 from contracts.best_checkpoint import find_best, find_ranking_metric
 from contracts.spec.run import RunSpec
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
-from services.gateway.core.rows import Checkpoint, Dataset
+from services.gateway.core.rows import Checkpoint, Dataset, Run
 from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
+
+log = structlog.get_logger(__name__)
 
 Row = Mapping[Any, Any]
 #: Runs named in the answer to an ambiguous prefix.
@@ -120,9 +123,28 @@ async def list_runs(store: Store, wanted: RunFilter, *, limit: int, cursor: str 
     more = len(rows) > limit
     rows = rows[:limit]
     return views.RunPage(
-        runs=[views.RunSummary.model_validate(views.run_fields(row)) for row in rows],
+        runs=[summarize(row) for row in rows],
         next_cursor=_cursor(rows[-1]) if more else None,
     )
+
+
+def summarize(row: Row) -> views.RunSummary:
+    """Return a run as a list shows it. One that cannot be shown is shown as such: it must not hide the others."""
+    try:
+        summary = views.RunSummary.model_validate(views.run_fields(row))
+        summary.model_dump_json()  # what fails while an answer is written fails the whole answer
+    except Exception as error:
+        log.warning("a run cannot be shown", run_id=row["run_id"], error=repr(error))
+        blank = dict.fromkeys(RUNS_AND_PROGRESS.selected_columns.keys()) | asdict(Run(row["run_id"]))
+        reason = f"this run cannot be shown: {describe_error(error)}"
+        known = {name: row[name] for name in ("run_id", "name", "state") if isinstance(row[name], str)}
+        return views.RunSummary.model_validate(views.run_fields({**blank, **known, "reason": reason}))
+    return summary
+
+
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error, with its kind."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
 async def count_runs(store: Store, wanted: RunFilter) -> dict[str, dict[str, int]]:

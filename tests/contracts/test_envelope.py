@@ -90,6 +90,9 @@ def test_facts_are_read_leniently_all_the_way_down() -> None:
         pytest.param(raw(b" " * (MAX_BODY_BYTES + 1)), "put large content into the object store", id="too large"),
         pytest.param(raw(ce_specversion="0.3"), "specversion", id="other version"),
         pytest.param(raw(ce_time="yesterday"), "RFC 3339", id="no time"),
+        pytest.param(
+            raw(ce_time="9999-12-31T23:59:59-23:59"), "year 9999 is not within 1970 to 2199", id="no such time"
+        ),
         pytest.param(raw(ce_type="trainbus.nonsense.v9"), "unknown event type", id="unknown type"),
         pytest.param(raw(b"[1]"), "must be a JSON object, not list", id="a list"),
         pytest.param(raw(b'{"name":"a","command":["x"],"epohcs":3}'), "epohcs: unknown field", id="typo"),

@@ -7,6 +7,8 @@ import base64
 import hashlib
 import json
 import re
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -463,3 +465,33 @@ async def test_requests_about_a_model(case: str, gateway: Running, bus: Bus) -> 
         assert (stored.event.model, stored.envelope.id) == ("digits", answer.json()["request_id"])
     else:
         assert words in answer.text
+
+
+async def test_a_run_that_cannot_be_shown_hides_no_other(
+    gateway: Running, gateway_settings: GatewaySettings, bus: Bus
+) -> None:
+    for run_id in ("rgood", "rbad"):
+        await publish(bus, RunAccepted(run_id=run_id, spec=SPEC, request_id=run_id, request_source="t"))
+
+    async def listed() -> dict[str, Any]:
+        return {run["run_id"]: run for run in (await gateway.get("/training-runs"))["runs"]}
+
+    await until(lambda: listed_ids(gateway, {"rgood", "rbad"}), "both runs")
+    with closing(sqlite3.connect(gateway_settings.data_dir / "gateway.sqlite", timeout=60)) as database, database:
+        # As a version that let such a time in may have left it.
+        database.execute("UPDATE runs SET requested_at = 1e18 WHERE run_id = 'rbad'")
+    shown = await listed()
+    assert shown["rgood"]["reason"] is None
+    assert shown["rbad"]["reason"].startswith("this run cannot be shown")
+    assert shown["rbad"]["state"] == "accepted"
+
+
+async def listed_ids(gateway: Running, wanted: set[str]) -> bool:
+    return {run["run_id"] for run in (await gateway.get("/training-runs"))["runs"]} == wanted
+
+
+async def test_a_time_at_the_end_of_the_calendar_is_no_request(gateway: Running, bus: Bus) -> None:
+    headers = {"ce-id": "1", "ce-source": "s", "ce-time": "9999-12-31T23:59:59-23:59"}
+    await bus.js.publish("train.requested", json.dumps(BODY).encode(), headers=headers)
+    await publish(bus, RunAccepted(run_id="rgood", spec=SPEC, request_id="1", request_source="t"))
+    await until(lambda: listed_ids(gateway, {"rgood"}), "the run after it")

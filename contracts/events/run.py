@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -159,7 +160,8 @@ class RunReserved(RunFact, fact="reserved"):
 
     next_generation: int = Field(ge=1)
     #: It starts by then as long as the runs that hold its slots keep their limits.
-    start_by: Instant
+    #: It may be centuries ahead, where limits are: no check of its own.
+    start_by: datetime
     node_ids: tuple[Token, ...] = ()
     decision: DecisionRecord | None = None
 

@@ -22,6 +22,10 @@ EXPIRES_S = 30.0
 #: The server sends a heartbeat this often; without one for ``SILENCE_S`` the subscription counts as broken.
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.0
+#: Bytes that one request brings, at most: nats-py drops what does not fit its buffer (128 MiB), and two may be open.
+MAX_BYTES = 32 * 2**20
+#: What ends a request that has brought as many bytes.
+BYTES_REACHED = "MaxBytes"
 NANO = 1_000_000_000
 
 
@@ -58,7 +62,13 @@ class PullSubscription:
     async def request(self, count: int) -> None:
         """Ask the server for ``count`` more messages."""
         assert self._inbox is not None
-        request = {"batch": count, "expires": int(EXPIRES_S * NANO), "idle_heartbeat": int(HEARTBEAT_S * NANO)}
+        request = {
+            "batch": count,
+            # A single message is never too large for a request.
+            "max_bytes": max(MAX_BYTES, 2 * self._nc.max_payload),
+            "expires": int(EXPIRES_S * NANO),
+            "idle_heartbeat": int(HEARTBEAT_S * NANO),
+        }
         if self.outstanding == 0:
             self._active_at = time.monotonic()
         self.outstanding += count
@@ -102,7 +112,7 @@ class PullSubscription:
 
     def _on_status(self, headers: dict[str, str]) -> None:
         status = headers.get("Status")
-        if status in ("404", "408"):
+        if status in ("404", "408") or (status == "409" and BYTES_REACHED in headers.get("Description", "")):
             # The request ended; what it did not deliver can be requested again.
             unsent = headers.get("Nats-Pending-Messages", "")
             self.outstanding = max(self.outstanding - int(unsent), 0) if unsent.isdigit() else 0

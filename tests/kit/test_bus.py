@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     assert run_id_for(seen[0].envelope.source, seen[0].envelope.id).startswith("r")
 
 
-async def test_a_request_without_a_handler_is_refused(make_bus: Any) -> None:
+async def test_a_request_without_a_handler_waits_for_a_version_that_has_one(make_bus: Any) -> None:
     bus: Bus = await make_bus("scheduler")
 
     @bus.subscriber(topology.SCHEDULER_REQUESTS, TrainRequested)
@@ -188,3 +189,16 @@ async def test_a_request_without_a_handler_is_refused(make_bus: Any) -> None:
         return (await bus.js.stream_info("DEAD_LETTERS")).state.messages == 1
 
     await until(kept, "a dead letter")
+
+
+async def test_many_large_messages_are_all_read(bus: Bus) -> None:
+    """More than nats-py's buffer holds: what was pulled beyond it was dropped, and pulled again, for ever."""
+    body = json.dumps({"run_id": "r1", "reason": "x" * 1_000_000}).encode()
+    # The bodies are not looked at: it is the pulling that is tested.
+    for _ in range(160):
+        await bus.js.publish("run.r1.cancelled", body)
+    found = 0
+    async with asyncio.timeout(120):
+        async for batch in bus.follow(topology.FACTS.name, ("run.r1.cancelled",), until_caught_up=True):
+            found += len(batch)
+    assert found == 160

@@ -16,7 +16,6 @@ It consists of plain files and a socket in the run's folder, so that a script in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,21 +97,26 @@ class Launch(Line):
     survivor_dir: Path | None = None
 
 
-def _is_finite(value: Any) -> bool:
+def _number(value: Any) -> float | None:
+    if isinstance(value, str) and value not in NON_FINITE:
+        return None
     try:
-        return math.isfinite(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
-        return False
+        return None
 
 
-def _finite_values(values: Any) -> Any:
-    """Return the values that are finite numbers: a loss of NaN must not lose the other values."""
+def _numbers(values: Any) -> Any:
+    """Return the values that are numbers, NaN and infinity among them: one that is none must not lose the others."""
     if not isinstance(values, Mapping):
         return values
-    return {str(name): value for name, value in values.items() if _is_finite(value)}
+    numbers = {str(name): _number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
-FiniteValues = Annotated[dict[str, float], BeforeValidator(_finite_values)]
+#: How JSON has what it has no number for.
+NON_FINITE = ("NaN", "Infinity", "-Infinity")
+Values = Annotated[dict[str, float], BeforeValidator(_numbers)]
 
 
 class TimedLine(Line):
@@ -127,7 +131,7 @@ class MetricsLine(TimedLine):
 
     kind: Literal["metrics"] = "metrics"
     step: int
-    values: FiniteValues
+    values: Values
     epoch: int = 0
     samples_consumed: int = 0
     total_steps: int | None = None
@@ -186,7 +190,7 @@ class CheckpointLine(TimedLine):
     step: int
     epoch: int
     samples_consumed: int
-    metrics: FiniteValues = Field(default_factory=dict)
+    metrics: Values = Field(default_factory=dict)
     final: bool = False
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
     #: ``step`` counts checkpoints: no step is known.
@@ -217,7 +221,7 @@ class KeepLine(TimedLine):
     step: int | None = None
     epoch: int | None = None
     #: What ranks the checkpoint; None: the last reported values.
-    metrics: FiniteValues | None = None
+    metrics: Values | None = None
 
 
 class ArtifactLine(TimedLine):
@@ -232,7 +236,7 @@ class ResultLine(TimedLine):
     """The result of the run. ``artifacts`` are files in the generation's folder that the agent uploads."""
 
     kind: Literal["result"] = "result"
-    metrics: FiniteValues = Field(default_factory=dict)
+    metrics: Values = Field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
 
 

@@ -66,7 +66,7 @@ class Journal:
         samples_consumed: int = 0,
         total_steps: int | None = None,
     ) -> None:
-        """Report the finite ones of ``values``."""
+        """Report ``values``, NaN and infinity among them."""
         with self._lock:
             if self._ended:
                 return

@@ -7,7 +7,6 @@ file store in the generation's folder remembers what was logged, and each value 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -85,7 +84,7 @@ class TrainbusStore(FileStore):  # type: ignore[misc]
         prefix = self._prefix(run_id)
         groups: dict[tuple[int, int], dict[str, float]] = {}
         for metric in metrics:
-            if math.isfinite(metric.value) and not self._is_repeated(run_id, metric):
+            if not self._is_repeated(run_id, metric):
                 values = groups.setdefault((metric.step, metric.timestamp), {})
                 values[prefix + metric.key] = float(metric.value)
         for (step, timestamp_ms), values in groups.items():
@@ -95,9 +94,10 @@ class TrainbusStore(FileStore):  # type: ignore[misc]
         """Return whether a metric was logged before: MLflow logs a run's metrics again, to link them to its model."""
         if metric.model_id is None:
             return False
-        point = (metric.step, metric.timestamp, metric.value)
+        # As text, since NaN is not equal to itself.
+        point = (metric.step, metric.timestamp, str(metric.value))
         known = self.get_metric_history(run_id, metric.key)
-        return sum((each.step, each.timestamp, each.value) == point for each in known) > 1
+        return sum((each.step, each.timestamp, str(each.value)) == point for each in known) > 1
 
     def _report_params(self, run_id: str, params: Iterable[Param]) -> None:
         prefix = self._prefix(run_id)

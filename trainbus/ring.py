@@ -6,7 +6,6 @@ import mmap
 import os
 import time
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from zlib import crc32
 
@@ -94,11 +93,6 @@ class RingWriter:
             return False
         numbers, floats = self._known[1], tuple(values.values())
         count = len(floats)
-        if not isfinite(sum(floats)):  # cheaper than testing each value
-            kept = [(number, value) for number, value in zip(numbers, floats, strict=False) if isfinite(value)]
-            count = len(kept)
-            numbers = tuple(number for number, _ in kept) + _NO_NAMES[count:]
-            floats = tuple(value for _, value in kept)
         record = RECORD.pack(
             head,
             step,

@@ -8,7 +8,6 @@ The variables and the journal's lines, for scripts in other languages: ``contrac
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -66,8 +65,8 @@ def report(
 ) -> None:
     """Report metrics; never block on the network, never fail the script.
 
-    Names with a slash go in as a mapping: ``report({"validation/loss": 0.3}, step=10, lr=1e-3)``. Values that are not
-    finite are dropped. Outside a run the values are printed.
+    Names with a slash go in as a mapping: ``report({"validation/loss": 0.3}, step=10, lr=1e-3)``. NaN and infinity are
+    values: they are told, and are best at nothing. Outside a run the values are printed.
 
     Args:
         step: where the values belong; without it the epoch, or else one more than the step before.
@@ -76,7 +75,7 @@ def report(
         samples: how many samples have been consumed so far, if the script knows.
     """
     state = _current()
-    numbers = _finite({**(values or {}), **metrics})
+    numbers = _numbers({**(values or {}), **metrics})
     with state.lock:
         if step is None:
             step = epoch if epoch is not None else _last_step(state) + 1
@@ -133,7 +132,7 @@ def checkpoint(
     if epoch is not None:
         line["epoch"] = int(epoch)
     if metrics is not None:
-        line["metrics"] = _finite(metrics)
+        line["metrics"] = _numbers(metrics)
     append_line(line)
 
 
@@ -214,9 +213,8 @@ def _last_step(state: _Process) -> int:
     return resume_step() if state.last_step is None else state.last_step
 
 
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    numbers = {str(name): float(value) for name, value in values.items()}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}
 
 
 def _warn_outside(consequence: str) -> None:

@@ -7,7 +7,7 @@ import binascii
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -196,7 +196,9 @@ def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, fl
 async def checkpoints(store: Store, run_id: str) -> list[Checkpoint]:
     """The run's committed checkpoints, oldest first, deleted ones included."""
     query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == run_id).order_by(CHECKPOINTS.c.step)
-    return [Checkpoint(**row) for row in await store.fetch(query)]
+    rows = [Checkpoint(**row) for row in await store.fetch(query)]
+    # NaN and infinity are text in the database.
+    return [replace(row, metrics={name: float(value) for name, value in row.metrics.items()}) for row in rows]
 
 
 def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpoint | None:

@@ -23,7 +23,8 @@ Time = Annotated[datetime, BeforeValidator(_time)]
 
 
 class View(BaseModel):
-    model_config = ConfigDict(from_attributes=True)
+    #: NaN and infinity travel as text, as in facts: JSON has no number for them.
+    model_config = ConfigDict(from_attributes=True, ser_json_inf_nan="strings")
 
 
 class Problem(View):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -34,7 +35,7 @@ from contracts.events.run import (
 from contracts.events.train import RestoreRequested
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
-from services.gateway.core.fold import At, Rows, apply, apply_progress, finite, survives
+from services.gateway.core.fold import At, Rows, apply, apply_progress, plain, survives
 from services.gateway.queries import thin
 from tests.gateway.conftest import REQUEST, RUN, SPEC, life, placed, progress, ref
 
@@ -293,8 +294,8 @@ class TestProgress:
         assert late is first
         assert [p.step for p in points] == list(range(15, 21))
 
-    def test_what_no_json_can_hold_is_left_out(self) -> None:
-        assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+    def test_what_no_json_can_hold_is_text(self) -> None:
+        assert plain({"a": 1.0, "b": math.nan, "c": -math.inf}) == {"a": 1.0, "b": "NaN", "c": "-Infinity"}
 
 
 @settings(deadline=None)

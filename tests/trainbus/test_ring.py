@@ -38,7 +38,7 @@ def test_records_are_read_and_a_ring_is_reopened(tmp_path: Path) -> None:
     ring = reader(tmp_path)
     lines = [line for _, line in ring.read(0, ring.head)]
     assert [(line.step, line.epoch, line.samples_consumed, line.total_steps, line.values) for line in lines] == [
-        (1, 1, 8, None, {"loss": 0.5}),
+        (1, 1, 8, None, {"loss": 0.5, "norm": math.inf}),
         (2, 2, 16, 100, {"ακρίβεια": 0.25}),
         (3, 2, 24, 100, {"norm": 1.0, "loss": 2.0}),
     ]

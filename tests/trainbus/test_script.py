@@ -47,7 +47,7 @@ def test_report_appends_to_the_journal_of_its_rank(generation: Path, monkeypatch
     (line,) = read_lines(generation, 3)
     assert isinstance(line, MetricsLine)
     assert (line.step, line.epoch, line.total_steps) == (2, 1, 9)
-    assert line.values == {"validation/loss": 0.5, "lr": 0.1}
+    assert line.values == pytest.approx({"validation/loss": 0.5, "lr": 0.1, "bad": float("nan")}, nan_ok=True)
 
 
 def test_report_without_a_step_counts_on_from_the_resumed_one(
@@ -71,7 +71,7 @@ def test_checkpoint_copies_before_it_returns(generation: Path, tmp_path: Path) -
     first, second = read_lines(generation)
     assert isinstance(first, KeepLine)
     assert isinstance(second, KeepLine)
-    assert (first.step, first.metrics) == (3, {"accuracy": 0.5})
+    assert (first.step, first.metrics) == (3, {"accuracy": 0.5, "bad": float("inf")})
     assert (second.step, second.metrics) == (None, None)
     assert (Path(first.path) / "ckpt.pt").read_text() == "first"
     assert (Path(second.path) / "below/weights").read_text() == "w"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,18 @@ async def test_what_no_machine_can_start_fails_the_run_at_once(world: World, age
     exited = await world.wait_for(RunExited)
     assert (exited.outcome, exited.permanent, exited.infrastructure_failure) == ("failed", True, False)
     assert "cannot be started on any machine" in exited.reason
+
+
+async def test_a_script_that_diverges_ends_with_what_it_diverged_to(world: World, agent: Any) -> None:
+    await agent()
+    losses = "((1, 0.5), (2, float('inf')), (3, float('nan')))"
+    script = f"import trainbus\nfor step, loss in {losses}: trainbus.report(step=step, loss=loss, lr=0.1)"
+    await world.place(command=[sys.executable, "-c", script])
+    exited = await world.wait_for(RunExited)
+    assert exited.outcome == "succeeded", exited
+    assert str(exited.metrics) == "{'loss': nan, 'lr': 0.1}"
+    points = [p for e in await world.facts("r1", "PROGRESS", "progress.{}") if e.kind == "training" for p in e.points]
+    assert [(point.step, str(point.values["loss"])) for point in points] == [(1, "0.5"), (2, "inf"), (3, "nan")]
+    # Other languages read it too: JSON has no number for it.
+    stored = await world.bus.js.get_last_msg("FACTS", "run.r1.exited")
+    assert json.loads(stored.data, parse_constant=pytest.fail)["metrics"]["loss"] == "NaN"

@@ -185,7 +185,7 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunCompleted():
             found = _checkpoint_fields(fact.checkpoint) if fact.checkpoint else None
             return {
-                "metrics": finite(fact.metrics),
+                "metrics": plain(fact.metrics),
                 "checkpoint": _newer(run.checkpoint, found),
                 "artifacts": [artifact.model_dump() for artifact in fact.artifacts],
             }
@@ -303,7 +303,7 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
         return
     ref = fact.checkpoint
     place = ref.model_dump(exclude={"manifest_sha256", "step_is_count"})
-    rows.checkpoints[ref.uri] = _row(Checkpoint, fact, **place, committed_at=at.time_s, metrics=finite(fact.metrics))
+    rows.checkpoints[ref.uri] = _row(Checkpoint, fact, **place, committed_at=at.time_s, metrics=plain(fact.metrics))
     latest = {**_checkpoint_fields(ref), "committed_at": at.time_s}
     rows.runs[run.run_id] = replace(
         run, checkpoint=_newer(run.checkpoint, latest), sequence=max(run.sequence, at.sequence)
@@ -332,13 +332,14 @@ def apply_progress(
         )
         for point in report.points
         if system or survives(report.generation, point.step, placements)
-        for name, value in finite(point.values).items()
+        for name, value in point.values.items()
+        if math.isfinite(value)  # a curve has a gap there
     ]
     if system or (known is not None and report.generation < known.generation):
         return known, points
     latest = dict(known.latest) if known else {}
     for point in report.points:
-        latest |= finite(point.values)
+        latest |= plain(point.values)
     return (
         Progress(
             run_id=report.run_id,
@@ -363,9 +364,13 @@ def survives(generation: int, step: int, placements: Iterable[Mapping[str, int]]
     )
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Without NaN and infinities, which neither JSON nor every SQL database can hold."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+def plain(values: Mapping[str, float]) -> dict[str, Any]:
+    """Return metrics as every JSON and SQL database can hold them: NaN and infinities as text, as in facts."""
+    return {name: value if math.isfinite(value) else _as_text(value) for name, value in values.items()}
+
+
+def _as_text(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 # -- nodes, datasets, models --------------------------------------------------
@@ -395,7 +400,7 @@ def _dataset(fact: DatasetSharded) -> Dataset:
 
 
 def _model(fact: ModelPromoted, at: At) -> Model:
-    return _row(Model, fact, name=fact.model, metrics=finite(fact.metrics), promoted_at=at.time_s)
+    return _row(Model, fact, name=fact.model, metrics=plain(fact.metrics), promoted_at=at.time_s)
 
 
 def _row(kind: type[R], fact: Event, **columns: Any) -> R:

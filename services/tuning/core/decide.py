@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,8 +188,10 @@ def end_run(study: Study, trial: Trial, completed: RunCompleted, dataset_id: str
         known = ", ".join(sorted(completed.metrics)) or "none at all"
         reason = f"the run reported no {names}; it reported {known}"
         return TrialEnded(**about, outcome="failed", reason=reason, metrics=completed.metrics)
-    if any(value != value for value in values):
-        return TrialEnded(**about, outcome="failed", reason="the objective is not a number", metrics=completed.metrics)
+    if not all(map(math.isfinite, values)):
+        told = ", ".join(f"{value:g}" for value in values)
+        reason = f"the objective is {told}, which is no finite number"
+        return TrialEnded(**about, outcome="failed", reason=reason, metrics=completed.metrics)
     if paused and trial.until_epoch is not None:
         if completed.checkpoint is None:
             reason = "the run kept no checkpoint, so it cannot go on: keep one with trainbus.checkpoint()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -62,5 +61,4 @@ def match_patterns(
                 number, step = float(value), int(groups.get("step") or counts[name])
             except ValueError:
                 continue
-            if math.isfinite(number):
-                yield step, name, number
+            yield step, name, number

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from contracts.texts import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_client
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from trainbus.client.fact_log import FactLog
 
 T = TypeVar("T")
+#: Seconds for which the scheduler's answer is awaited.
+STATE_TIMEOUT_S = 5.0
 
 app = typer.Typer(
-    no_args_is_help=True,
-    help="The scheduler: replay its decisions, try other nodes and policies, shadow it with a policy, show its policy.",
+    help="The scheduler: its state and policy; replay its decisions, try other nodes and policies, shadow it.",
 )
 policy_app = typer.Typer(no_args_is_help=True, help="Show the policy in force, list the presets, check a file.")
 app.add_typer(policy_app, name="policy")
@@ -49,6 +51,30 @@ def _with_log(path: Path | None, data_dir: Path | None, work: Callable[[FactLog]
         return await work(await BusLog.open(client.connection))
 
     return run(read_file()) if path is not None else with_client(data_dir, read_bus)
+
+
+@app.callback(invoke_without_command=True)
+def default(context: typer.Context, data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
+    """The scheduler: its state and policy; replay its decisions, try other nodes and policies, shadow it."""
+    if context.invoked_subcommand is None:
+        with_client(choose_data_dir(data_dir, stack), lambda client: _print_state(client, as_json=as_json))
+    elif data_dir is not None or stack is not None or as_json:
+        raise UsageError(f"give the options after the command: `trainbus scheduler {context.invoked_subcommand} ...`")
+
+
+async def _print_state(client: AsyncClient, *, as_json: bool) -> None:
+    """Print who leads, by which policy, what waits, and all that was put aside or ignored, with the reasons."""
+    state = await client.connection.query("scheduler", "state", {}, STATE_TIMEOUT_S)
+    if state is None:
+        raise TrainbusError("no scheduler answers: start one (`trainbus up`, or `trainbus service scheduler`)")
+    if as_json:
+        print(render.as_json(state))
+        return
+    leads = "leads" if state["leads"] else "is a standby"
+    print(f"{state['instance']} {leads}; policy {state['policy']}; {plural(state['queue_length'], 'run')} in the queue")
+    for what, found in state["quarantine"].items():
+        for name, reason in found.items():
+            print(f"in quarantine: {what.removesuffix('s')} {name}: {render.visible(reason)}")
 
 
 @app.command()

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from contracts import subjects
-from contracts.base import Event, Fact, check_time
+from contracts.base import Event, Fact, Request, check_time
 from contracts.events import BY_TYPE
 from contracts.problems import describe_problems, join_problems
 
@@ -83,11 +83,22 @@ def encode(event: Event, envelope: Envelope) -> tuple[dict[str, str], bytes]:
         "ce-causationid": envelope.causation_id,
         "content-type": "application/json",
         "traceparent": envelope.traceparent,
-        MESSAGE_ID_HEADER: envelope.id,
+        MESSAGE_ID_HEADER: message_id(event, envelope),
     }
     # Defaults are left out: bodies stay small, and a reader fills them in from the schema.
     body = event.model_dump_json(exclude_defaults=True).encode()
     return {name: value for name, value in headers.items() if value}, body
+
+
+def message_id(event: Event, envelope: Envelope) -> str:
+    """Return what the server tells a repetition by.
+
+    A fact's id names what it is about. Requests come from many systems, each of which counts its own ids, perhaps for
+    each kind of request anew: two are the same only if source and type are.
+    """
+    if isinstance(event, Request):
+        return f"{envelope.source}|{envelope.type}|{envelope.id}"
+    return envelope.id
 
 
 def decode(raw: RawMessage) -> tuple[Envelope, Event]:
@@ -131,6 +142,26 @@ def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:
         attributes = {name.lower(): value for name, value in data.items() if name != "data"}
         data = data["data"]
     return _envelope(raw, headers, attributes), data
+
+
+def identify(raw: RawMessage) -> Envelope:
+    """Return what can be told of a request that cannot be read, so that its sender can be answered all the same.
+
+    What a header does not say follows from the subject and the place in the stream.
+    """
+    try:
+        return open_envelope(raw)[0]
+    except EnvelopeError:
+        pass
+    headers = {name.lower(): value for name, value in raw.headers.items()}
+    event_id = headers.get("ce-id") or _fallback_id(raw, headers)
+    return Envelope(
+        id=event_id,
+        source=headers.get("ce-source") or ANONYMOUS_SOURCE,
+        type=type_for_subject(raw.subject),
+        time=raw.stored_at or datetime.now(UTC),
+        correlation_id=event_id,
+    )
 
 
 def parse(envelope: Envelope, data: Any) -> Event:
@@ -185,8 +216,7 @@ def _envelope(raw: RawMessage, headers: Mapping[str, str], attributes: Mapping[s
     version = text("specversion", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise EnvelopeError(f"CloudEvents specversion {version!r} is not {SPEC_VERSION!r}")
-    fallback_id = headers.get(MESSAGE_ID_HEADER.lower()) or (f"{raw.stream}:{raw.sequence}" if raw.sequence else "")
-    event_id = text("id") or fallback_id
+    event_id = text("id") or _fallback_id(raw, headers)
     if not event_id:
         raise EnvelopeError("the event has no id: set ce-id or Nats-Msg-Id")
     time = text("time")
@@ -204,6 +234,11 @@ def _envelope(raw: RawMessage, headers: Mapping[str, str], attributes: Mapping[s
         causation_id=text("causationid"),
         traceparent=headers.get("traceparent", "") or text("traceparent"),
     )
+
+
+def _fallback_id(raw: RawMessage, headers: Mapping[str, str]) -> str:
+    """Return the id of a message that names none: that of its transport, else where it is stored."""
+    return headers.get(MESSAGE_ID_HEADER.lower()) or (f"{raw.stream}:{raw.sequence}" if raw.sequence else "")
 
 
 def read_json(body: bytes) -> Any:

@@ -64,7 +64,16 @@ def unwrap(subject: str) -> str:
 
 
 #: What the streams hold.
-ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*", "capacity.*.*", "policy.*.*")
+ALL_FACTS = (
+    "run.*.*",
+    "dataset.*.*",
+    "node.*.*",
+    "model.*.*",
+    "study.*.*",
+    "capacity.*.*",
+    "policy.*.*",
+    "request.*.*",
+)
 ALL_PROGRESS = (progress(), dataset_progress())
 ALL_LOGS = (log(),)
 ALL_DEAD = ("dead.>",)
@@ -86,6 +95,11 @@ def node(node_id: str = WILDCARD) -> str:
 def dataset(dataset_id: str = WILDCARD) -> str:
     """Every fact of one dataset."""
     return f"dataset.{dataset_id}.*"
+
+
+def refused(request_id: str = WILDCARD) -> str:
+    """Why a request was not done."""
+    return f"request.{request_id}.refused"
 
 
 def study(study_id: str = WILDCARD) -> str:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from contracts.base import Event
-from contracts.events import capacity, checkpoint, dataset, model, node, run, study
+from contracts.events import capacity, checkpoint, dataset, model, node, request, run, study
 
 #: Metrics, and ranks or nodes, that a sentence names.
 MAX_NAMED_METRICS = 4
@@ -382,6 +382,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     study.TrialEnded: _trial_ended,
     study.StudyCompleted: _study_completed,
     study.StudyStopped: lambda e: f"stopped{format_reason(e.reason)}",
+    request.RequestRefused: lambda e: f"{e.request_type.split('.')[1]} refused: {e.reason}",
     capacity.CapacityWanted: _wanted,
     capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) in force",
 }

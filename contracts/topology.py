@@ -222,6 +222,7 @@ SERVICES: dict[str, ServiceEvents] = {
             node="lost draining",
             capacity="wanted",
             policy="adopted",
+            request="refused",
         ),
         # It fences on the sequence of every fact about a run.
         follows=tuple(
@@ -230,7 +231,9 @@ SERVICES: dict[str, ServiceEvents] = {
             if subjects.parts(fact.subject_filter())[0] in ("run", "node", "capacity", "policy")
         ),
     ),
-    "ingestion": ServiceEvents(_events(dataset="ingested ingest_failed progress", run="prepare_failed")),
+    "ingestion": ServiceEvents(
+        _events(dataset="ingested ingest_failed progress", run="prepare_failed", request="refused")
+    ),
     "sharding": ServiceEvents(_events(dataset="sharded shard_failed progress", run="prepared prepare_failed")),
     "worker": ServiceEvents(
         publishes=_events(
@@ -250,6 +253,7 @@ SERVICES: dict[str, ServiceEvents] = {
             run="checkpoint_committed checkpoint_refused checkpoint_deleted checkpoint_pinned checkpoint_rotten "
             "checkpoint_repaired",
             requests="scrub",
+            request="refused",
         ),
         follows=_events(
             run="accepted placed exited completed failed cancelled evaluated checkpoint_staged checkpoint_committed "
@@ -263,6 +267,7 @@ SERVICES: dict[str, ServiceEvents] = {
             run="evaluated promotion_pending promoted not_promoted",
             model="promoted configured approved staged",
             requests="train",
+            request="refused",
         ),
         # What the run cost follows from its placements.
         follows=_events(
@@ -273,7 +278,7 @@ SERVICES: dict[str, ServiceEvents] = {
     ),
     "tuning": ServiceEvents(
         # A trial is a run of its own.
-        publishes=_events(study=_STUDY_FACTS, requests="train cancel"),
+        publishes=_events(study=_STUDY_FACTS, requests="train cancel", request="refused"),
         follows=_events(
             study=_STUDY_FACTS, run="accepted rejected prepared cancelling completed failed cancelled progress"
         ),

@@ -1,7 +1,7 @@
 """Every event there is, by its CloudEvents type."""
 
 from contracts.base import Event, Fact, Request
-from contracts.events import capacity, checkpoint, dataset, model, node, run, study, train
+from contracts.events import capacity, checkpoint, dataset, model, node, request, run, study, train
 
 
 def _concrete(cls: type[Event]) -> list[type[Event]]:
@@ -22,6 +22,7 @@ __all__ = [
     "dataset",
     "model",
     "node",
+    "request",
     "run",
     "study",
     "train",

@@ -24,7 +24,7 @@ from contracts.events.train import CancelRequested, RestoreRequested, StopStudyR
 from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
-from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
+from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, KeyReused, recorded_why, same_request
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
@@ -126,7 +126,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
             with suppress(NotFound):
                 known = await queries.find_run(store, run_id)
             if known is not None and not same_request(known, train):
-                raise HTTPException(409, f"Idempotency-Key {key!r} was used for another request: use a new one")
+                raise KeyReused(key)
         response.headers["Location"] = f"/training-runs/{run_id}"
         accepted = await commands.publish(train, envelope, run_id)
         return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
@@ -193,6 +193,11 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
             raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
         envelope = commands.envelope(RestoreRequested, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
+        with suppress(NotFound):
+            known = await queries.find_run(store, run_id) if key else None
+            # A training asked for under the same key is this very run.
+            if key and known is not None and known["parent_run_id"] != row["run_id"]:
+                raise KeyReused(key)
         response.headers["Location"] = f"/training-runs/{run_id}"
         request = RestoreRequested(run_id=row["run_id"], epoch=epoch)
         return await commands.publish(request, envelope, run_id, parent_run_id=row["run_id"])
@@ -451,7 +456,7 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
 
 
 #: The status of the answer to each error of the read model and the bus.
-STATUS = {NotFound: 404, AmbiguousReference: 409, BadCursor: 422, BusUnavailable: 503}
+STATUS = {NotFound: 404, AmbiguousReference: 409, KeyReused: 409, BadCursor: 422, BusUnavailable: 503}
 
 
 def _add_error_handlers(app: FastAPI) -> None:

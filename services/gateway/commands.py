@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import nats.errors
 
-from contracts import subjects
+from contracts import subjects, topology
 from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested, TuneRequested
@@ -32,6 +32,13 @@ R = TypeVar("R", bound=Request)
 
 class BusUnavailable(Exception):
     """The bus does not answer; the same request may be sent again under the same key."""
+
+
+class KeyReused(Exception):
+    """The idempotency key was used for another request."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"Idempotency-Key {key!r} was used for another request: use a new one")
 
 
 class Commands:
@@ -110,11 +117,19 @@ class Commands:
     async def _store(self, request: Request, envelope: Envelope) -> PublishAck:
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                return await self._bus.publish_event(request, request.subject, envelope)
+                ack = await self._bus.publish_event(request, request.subject, envelope)
+                if ack.duplicate and not await self._is_stored(request, ack.sequence):
+                    raise KeyReused(envelope.id)
+                return ack
         except (TimeoutError, TransientError) as error:
             raise BusUnavailable(
                 "NATS does not answer: send the request again, with the same Idempotency-Key"
             ) from error
+
+    async def _is_stored(self, request: Request, sequence: int) -> bool:
+        """Whether the message that the server took a request for a repetition of holds this very request."""
+        stored = await self._bus.get_message(sequence, topology.REQUESTS.name)
+        return stored is None or stored.event == request
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
         """Why a run is where it is, in the scheduler's words; None if it does not answer."""

@@ -25,12 +25,14 @@ from nats.js.kv import KeyValue
 from opentelemetry.trace import SpanKind
 
 from contracts import subjects, topology
-from contracts.base import Event, Fact
-from contracts.envelope import Envelope, EnvelopeError, RawMessage, fact_envelope
+from contracts.base import Event, Fact, request_id_for
+from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, fact_envelope
+from contracts.events.request import RequestRefused
+from contracts.events.run import Problem
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock, SystemClock
 from services.kit.concurrency import cancel_and_wait
-from services.kit.dead_letters import RETRY_ENDPOINT, build_dead_letter, read_dead_letter
+from services.kit.dead_letters import REASON_CHARACTERS, RETRY_ENDPOINT, build_dead_letter, read_dead_letter
 from services.kit.follow import follow
 from services.kit.handlers import Handler, Handlers
 from services.kit.messages import (
@@ -77,7 +79,7 @@ class Bus:
         self.settings = settings
         self.clock: Clock = clock or SystemClock()
         self.source = f"trainbus/{service}"
-        self._handlers = Handlers(service, settings, self.clock, self._dead_letter)
+        self._handlers = Handlers(service, settings, self.clock, self._dead_letter, self._refuse)
         self._connection: Client | None = None
         self._reopening: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
@@ -277,6 +279,14 @@ class Bus:
         readable = await self.read_history(subject, stream=stream)
         return replace(readable[-1], sequence=message.seq or 0) if readable else None
 
+    async def get_message(self, sequence: int, stream: str = topology.FACTS.name) -> Message[Any] | None:
+        """Return the event at a place of a stream; None if nothing, or no event, is there."""
+        try:
+            message = await self._retry_while_away(lambda: self.js.get_msg(stream, sequence))
+            return decode_stored(cast(RawStreamMsg, message), stream)
+        except (NotFoundError, EnvelopeError):
+            return None
+
     async def get_last_sequence(self, subject: str, stream: str = topology.FACTS.name) -> int:
         """Return the sequence of the last message on ``subject`` (wildcards allowed), decodable or not; 0 if none."""
         message = await self._last_message(subject, stream)
@@ -380,6 +390,19 @@ class Bus:
         """Store what cannot be handled in DEAD_LETTERS."""
         subject, headers, body = build_dead_letter(consumer, raw, reason, self.nc.max_payload)
         await self._retry_while_away(lambda: self.js.publish(subject, body, headers=headers))
+
+    async def _refuse(self, error: InvalidData) -> None:
+        """Publish why a request is not done."""
+        envelope = error.envelope
+        fact = RequestRefused(
+            request_id=request_id_for(envelope.source, envelope.type, envelope.id),
+            source=envelope.source,
+            request_type=envelope.type,
+            ce_id=envelope.id,
+            reason=str(error)[:REASON_CHARACTERS],
+            problems=tuple(Problem(field=field, message=message) for field, message in error.problems if field),
+        )
+        await self.publish(fact, envelope)
 
     async def add_endpoint(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]]) -> None:
         """Answer questions on ``subject`` (core NATS), one instance of ``queue`` each; also on a new connection."""

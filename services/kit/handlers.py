@@ -14,7 +14,14 @@ from services.kit import metrics
 from services.kit.clock import Clock
 from services.kit.dead_letters import DeadLetterLimit
 from services.kit.messages import E, Message
-from services.kit.middlewares import MIDDLEWARES, OUTCOMES, HandlerGroup, InvalidHandler, StoreDeadLetter
+from services.kit.middlewares import (
+    MIDDLEWARES,
+    OUTCOMES,
+    HandlerGroup,
+    InvalidHandler,
+    RefuseRequest,
+    StoreDeadLetter,
+)
 from services.kit.pull_subscriber import PullSubscriber, add_pull_subscriber
 from services.kit.settings import Settings
 
@@ -24,8 +31,16 @@ Handler: TypeAlias = Callable[[Message[E]], Awaitable[None]]
 class Handlers:
     """The handlers of one service instance."""
 
-    def __init__(self, service: str, settings: Settings, clock: Clock, dead_letter: StoreDeadLetter) -> None:
-        self._service, self._settings, self._clock, self._dead_letter = service, settings, clock, dead_letter
+    def __init__(
+        self,
+        service: str,
+        settings: Settings,
+        clock: Clock,
+        dead_letter: StoreDeadLetter,
+        refuse: RefuseRequest | None = None,
+    ) -> None:
+        self._service, self._settings, self._clock = service, settings, clock
+        self._dead_letter, self._refuse = dead_letter, refuse
         self._groups: dict[str, HandlerGroup] = {}
         self.subscribers: dict[str, PullSubscriber] = {}
 
@@ -79,7 +94,13 @@ class Handlers:
             settings.dead_letter_max_consecutive, settings.dead_letter_max_share, settings.dead_letter_window
         )
         return HandlerGroup(
-            consumer, self._service, self._clock, self._dead_letter, limit, duplicate=settings.inject_duplicates
+            consumer,
+            self._service,
+            self._clock,
+            self._dead_letter,
+            limit,
+            duplicate=settings.inject_duplicates,
+            refuse=self._refuse,
         )
 
 

@@ -33,7 +33,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 HANDLED = Counter(
     "trainbus_messages_handled_total",
     "Messages delivered, by outcome: ok, retried, dead (stored in DEAD_LETTERS), failed (neither handled nor "
-    "stored), refused (the dead-letter limit was reached).",
+    "stored), refused (the dead-letter limit was reached), invalid (a request that its sender must change).",
     ["consumer", "type", "outcome"],
 )
 HANDLING_SECONDS = Histogram(

@@ -2,7 +2,8 @@
 
 FastStream's default acknowledgement terminates a message on any exception (the event is lost), and its nack
 redelivers at once. Here ``PoisonMessage`` goes to DEAD_LETTERS and is terminated; ``TransientError`` and anything
-unexpected is redelivered with a growing delay, and goes to DEAD_LETTERS after the consumer's ``max_deliver``.
+unexpected is redelivered with a growing delay, and goes to DEAD_LETTERS after the consumer's ``max_deliver``. A request
+that cannot be done is its sender's mistake: it is answered, and is no dead letter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prometheus_client import Counter, Histogram
 
 from contracts import topology
 from contracts.base import Event
-from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, decode
+from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, decode, identify
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock
 from services.kit.dead_letters import DeadLetter, DeadLetterLimit
@@ -34,13 +35,16 @@ from services.kit.messages import Message, PoisonMessage, TransientError, raw_of
 
 log = structlog.get_logger(__name__)
 
-InvalidHandler = Callable[[RawMessage, InvalidData], Awaitable[None]]
+#: Answers a request that does not fit its schema; returns whether it did.
+InvalidHandler = Callable[[RawMessage, InvalidData], Awaitable[bool]]
+#: Publishes that a request is refused.
+RefuseRequest = Callable[[InvalidData], Awaitable[None]]
 #: Stores a message of a consumer in DEAD_LETTERS, with the reason.
 StoreDeadLetter = Callable[[topology.Consumer, RawMessage, str], Awaitable[None]]
 
 #: Seconds before the n-th redelivery; the last one repeats.
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-OUTCOMES = ("ok", "retried", "dead", "failed", "refused")
+OUTCOMES = ("ok", "retried", "dead", "failed", "refused", "invalid")
 #: Name of the message's ``Delivery`` in FastStream's context.
 DELIVERY = "delivery"
 
@@ -82,6 +86,8 @@ class HandlerGroup:
     duplicate: bool = False
     handlers: dict[str, Callable[[Message[Any]], Awaitable[None]]] = field(default_factory=dict)
     on_invalid: InvalidHandler | None = None
+    #: Tells the sender of a request that it is not done.
+    refuse: RefuseRequest | None = None
     deadlines: AckDeadlines = field(default_factory=AckDeadlines)
 
 
@@ -196,21 +202,37 @@ class AcknowledgementMiddleware(GroupMiddleware):
         if not isinstance(exc_val, Exception):
             return False
         delivery = self.delivery
-        if isinstance(exc_val, InvalidData) and self.group.on_invalid is not None:
-            try:
-                await self.group.on_invalid(raw_of(self.msg), exc_val)
-            except Exception as error:
-                delivery.outcome = await self._retry_or_dead_letter(error)
-                return True
         if isinstance(exc_val, SubscriberNotFound):
-            exc_val = PoisonMessage(f"service {self.group.service} does not handle {self.msg.subject!r}")
-        if isinstance(exc_val, EnvelopeError | PoisonMessage):
-            # Any client may publish invalid requests: they are no sign of a fault in this service.
-            counts = self.group.consumer.stream != topology.REQUESTS.name
-            delivery.outcome = await self._dead_letter(str(exc_val), counts=counts)
+            # A newer version of the service may: during an upgrade the message waits for it.
+            reason = f"service {self.group.service} does not handle {self.msg.subject!r}"
+            delivery.outcome = await self._dead_letter(reason, counts=True)
+        elif isinstance(exc_val, EnvelopeError | PoisonMessage):
+            if self.group.refuse is not None and self.group.consumer.stream == topology.REQUESTS.name:
+                # Its sender's mistake: no sign of a fault, and nothing for an operator to mend.
+                delivery.outcome = await self._refuse(self.group.refuse, exc_val)
+            else:
+                delivery.outcome = await self._dead_letter(str(exc_val), counts=True)
         else:
             delivery.outcome = await self._retry_or_dead_letter(exc_val)
         return True
+
+    async def _refuse(self, refuse: RefuseRequest, error: EnvelopeError | PoisonMessage) -> str:
+        """Answer the sender of a request that cannot be done, and take it off the consumer."""
+        raw = raw_of(self.msg)
+        invalid = error if isinstance(error, InvalidData) else InvalidData(identify(raw), [("", str(error))])
+        try:
+            is_answered = False
+            if isinstance(error, EnvelopeError) and self.group.on_invalid is not None:
+                is_answered = await self.group.on_invalid(raw, invalid)
+            if not is_answered:
+                await refuse(invalid)
+        except Exception as failure:
+            return await self._retry_or_dead_letter(failure)
+        log.info("request refused", subject=raw.subject, sequence=raw.sequence, reason=str(error))
+        if isinstance(self.msg, RetriedMessage):
+            self.msg.reason = str(error)
+        await _send(self.msg.term())
+        return "invalid"
 
     async def _retry_or_dead_letter(self, error: Exception) -> str:
         consumer, deliveries = self.group.consumer, _counts(self.msg)[0]

@@ -8,6 +8,7 @@ everything that changes slots or ends a run, on the one instance that holds the 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -15,7 +16,7 @@ from pydantic import Field
 
 from contracts import subjects, topology
 from contracts.base import run_id_for
-from contracts.envelope import InvalidData, RawMessage, open_envelope
+from contracts.envelope import EnvelopeError, InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
 from contracts.events.run import DecisionRecord, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
@@ -141,8 +142,12 @@ class Requests:
 
     async def on_restore(self, received: Message[RestoreRequested]) -> None:
         await self.cache.catch_up()
-        parent = self._run(received, "restore")
         run_id = run_id_for(received.envelope.source, received.envelope.id)
+        try:
+            parent = self._run(received, "restore")
+        except PoisonMessage as error:
+            await self._answer(received, RejectRun(run_id, None, str(error)))
+            return
         await self._answer(received, admission.answer_restore(parent, run_id, received.event))
 
     async def on_cancel(self, received: Message[CancelRequested]) -> None:
@@ -164,11 +169,13 @@ class Requests:
         fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
         await self.bus.publish(fact, received.envelope)
 
-    async def on_invalid(self, raw: RawMessage, error: InvalidData) -> None:
-        """Reject the request with the reason. The kit dead-letters the message."""
+    async def on_invalid(self, raw: RawMessage, error: InvalidData) -> bool:
+        """Reject a request that would have made a run, with the reason."""
         if error.envelope.type not in (TrainRequested.type, RestoreRequested.type):
-            return
-        _, data = open_envelope(raw)
+            return False
+        data = None
+        with suppress(EnvelopeError):
+            _, data = open_envelope(raw)
         run_id = run_id_for(error.envelope.source, error.envelope.id)
         rejection = admission.answer_invalid(run_id, data, error.problems)
         fact = answer_fact(rejection, error.envelope.id, error.envelope.source, self._made())
@@ -176,6 +183,7 @@ class Requests:
             await self.bus.publish(fact, error.envelope, expected=_nothing_yet(run_id))
         except Conflict:
             log.info("already answered", run_id=run_id)
+        return True
 
     async def _answer(
         self, received: Message[TrainRequested] | Message[RestoreRequested], answer: AcceptRun | RejectRun

@@ -106,15 +106,16 @@ class Tuner:
         metrics.STUDIES.labels("rejected").inc()
         log.info("study rejected", study_id=study_id, reason=reason)
 
-    async def on_invalid(self, raw: RawMessage, error: InvalidData) -> None:
-        """Reject a request that does not fit its schema. The kit dead-letters the message."""
+    async def on_invalid(self, raw: RawMessage, error: InvalidData) -> bool:
+        """Reject a request for a study that does not fit its schema."""
         if error.envelope.type != TuneRequested.type:
-            return
+            return False
         study_id = study_id_for(error.envelope.source, error.envelope.id)
         problems = [Problem(field=field, message=message) for field, message in error.problems]
         async with self._lock:
             if study_id not in self._studies.sequences:
                 await self._reject(study_id, None, problems, error.envelope)
+        return True
 
     async def on_stop(self, received: Message[StopStudyRequested]) -> None:
         """End a study, and cancel its runs."""

@@ -20,6 +20,7 @@ from contracts.envelope import (
     decode,
     encode,
     fact_envelope,
+    identify,
 )
 from contracts.events.run import RunAccepted, RunCancelled
 from contracts.events.train import TrainRequested
@@ -160,3 +161,10 @@ def test_an_event_on_another_subject_is_refused(message: RawMessage) -> None:
 def test_a_fact_is_read_from_its_subject_its_shadow_and_its_dead_letter(subject: str) -> None:
     _, event = decode(raw(CANCELLED, subject, ce_type="trainbus.run.cancelled.v1"))
     assert isinstance(event, RunCancelled)
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"[" * 100_000, b" " * (MAX_BODY_BYTES + 1), BODY])
+def test_a_request_that_cannot_be_read_is_identified_all_the_same(body: bytes) -> None:
+    found = identify(raw(body, ce_id="17", ce_source="shop", ce_specversion="0.3"))
+    assert (found.id, found.source, found.type) == ("17", "shop", TrainRequested.type)
+    assert identify(raw(body)).id == "REQUESTS:7"

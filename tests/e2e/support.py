@@ -225,18 +225,6 @@ class Stack:
                 return
             assert time.monotonic() < deadline, f"no {fact} of {node_id} within {timeout_s:.0f} s"
 
-    async def dead_letter(self, body: bytes, timeout_s: float = 60.0) -> str:
-        """Wait for the dead letter that holds ``body``; return its reason."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            state = (await self.bus.js.stream_info("DEAD_LETTERS")).state
-            for sequence in range(max(state.first_seq, 1), state.last_seq + 1):
-                message = await self.bus.js.get_msg("DEAD_LETTERS", sequence)
-                if message.data == body:
-                    return (message.headers or {})["trainbus-dead-reason"]
-            await asyncio.sleep(0.1)
-        raise AssertionError("no dead letter holds this body")
-
     # -- faults -------------------------------------------------------------
 
     def pid(self, name: str) -> int:

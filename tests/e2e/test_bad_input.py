@@ -101,8 +101,8 @@ async def test_a_package_with_another_hash_fails_the_run(stack: Stack) -> None:
         pytest.param(b'"' + b"x" * 2_000_000 + b'"', "2,000,002 bytes", id="2 MB"),
     ],
 )
-async def test_what_is_no_request_at_all_is_kept_with_the_reason(stack: Stack, body: bytes, reason: str) -> None:
-    await stack.publish(body)
-    assert reason in await stack.dead_letter(body)
+async def test_what_is_no_request_at_all_is_answered_with_the_reason(stack: Stack, body: bytes, reason: str) -> None:
+    run_id = await stack.publish(body)
+    assert reason in (await stack.wait_for(run_id, "rejected", SECONDS)).reason
     run_id = await stack.publish(HELLO)
     await stack.wait_for(run_id, "completed", SECONDS)

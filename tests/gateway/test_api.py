@@ -9,12 +9,14 @@ import json
 import re
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from contracts import subjects
 from contracts.base import run_id_for
+from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
@@ -495,3 +497,40 @@ async def test_a_time_at_the_end_of_the_calendar_is_no_request(gateway: Running,
     await bus.js.publish("train.requested", json.dumps(BODY).encode(), headers=headers)
     await publish(bus, RunAccepted(run_id="rgood", spec=SPEC, request_id="1", request_source="t"))
     await until(lambda: listed_ids(gateway, {"rgood"}), "the run after it")
+
+
+async def test_a_key_means_one_request_on_every_route(gateway: Running, bus: Bus) -> None:
+    await publish(bus, RunAccepted(run_id=RUN, spec=SPEC, request_id="1", request_source="t"))
+    await until(lambda: listed_ids(gateway, {RUN}), "the run")
+    key = {"Idempotency-Key": "one"}
+    cancel = f"/training-runs/{RUN}/cancel"
+    first = await gateway.client.post(cancel, params={"reason": "a"}, headers=key)
+    again = await gateway.client.post(cancel, params={"reason": "a"}, headers=key)
+    other = await gateway.client.post(cancel, params={"reason": "b"}, headers=key)
+    assert (first.status_code, again.status_code, other.status_code) == (202, 202, 409)
+    assert again.json()["duplicate"] is True
+    assert again.json()["sequence"] == first.json()["sequence"]
+    assert "was used for another request" in other.json()["detail"]
+    gates = "/models/digits/gates"
+    set_gates = [
+        await gateway.client.put(gates, json={"gates": {"threshold": share}}, headers=key) for share in (0.1, 0.1, 0.2)
+    ]
+    assert [answer.status_code for answer in set_gates] == [202, 202, 409], set_gates[0].text
+    # Another kind of request under the same key is another request, and is stored.
+    trained = await gateway.client.post("/training-runs", json=BODY, headers=key)
+    assert (trained.status_code, trained.json()["duplicate"]) == (202, False)
+    sequence = trained.json()["sequence"]
+    assert (await bus.js.get_msg("REQUESTS", sequence)).subject == "train.requested"
+
+
+async def test_two_sources_may_count_alike(bus: Bus) -> None:
+    request = CancelRequested(run_id=RUN, reason="a")
+    sent = [
+        await bus.publish_event(
+            request,
+            request.subject,
+            Envelope(id="1", source=source, type=request.type, time=datetime(2026, 1, 1, tzinfo=UTC)),
+        )
+        for source in ("shop", "shop", "office")
+    ]
+    assert [ack.duplicate for ack in sent] == [False, True, False]

@@ -18,7 +18,7 @@ import pytest
 from nats.errors import NoRespondersError
 
 from contracts import subjects, topology
-from contracts.base import run_id_for
+from contracts.base import request_id_for, run_id_for
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
@@ -135,20 +135,38 @@ async def test_bad_requests_are_answered_and_disturb_nothing(settings: Settings,
             assert (problem.field, text in problem.message) == (field, True), name
         for verb, body in (
             ("cancel", {"run_id": "rnone"}),
-            ("restore", {"run_id": "rnone", "step": 1}),
             ("drain", {"node_id": "nnone"}),
-            ("train", b"this is no JSON"),
         ):
-            await request(bus, verb, body, f"{verb}-dead")
-        dead = await bus.js.pull_subscribe("dead.>", stream=topology.DEAD_LETTERS.name)
-        reasons: list[str] = []
-        while len(reasons) < 8:  # four that do not fit their schema, and four that cannot be decided on
-            reasons += [m.headers["trainbus-dead-reason"] for m in await dead.fetch(8, timeout=60)]
-        assert any("no run has the id 'rnone'" in reason for reason in reasons)
-        assert any("no node 'nnone' to drain" in reason for reason in reasons)
+            await request(bus, verb, body, f"{verb}-unknown")
+            request_id = request_id_for(SOURCE, f"trainbus.{verb}.requested.v1", f"{verb}-unknown")
+            refused = (await until(bus, f"request.{request_id}.refused"))[0].event
+            assert refused.ce_id == f"{verb}-unknown"
+            assert ("no run has the id 'rnone'" if verb != "drain" else "no node 'nnone' to drain") in refused.reason
+        restored = await request(bus, "restore", {"run_id": "rnone", "step": 1}, "restore-unknown")
+        assert "no run has the id 'rnone'" in (await until(bus, f"run.{restored}.rejected"))[0].event.reason
         await join(bus, "n1", 1)
         good = await request(bus, "train", COMMAND, "good")
         await until(bus, f"run.{good}.placed")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "words"),
+    [
+        (b"this is no JSON", {}, "not JSON"),
+        (b'"' + b"x" * 1_100_000 + b'"', {}, "1,100,002 bytes"),
+        (b'{"name": "a", "command": ["x"]}', {"ce-specversion": "0.3"}, "specversion"),
+        (b'{"name": "a", "command": ["x"]}', {"ce-time": "9999-12-31T23:59:59-23:59"}, "year 9999"),
+    ],
+    ids=["no JSON", "too large", "another version", "no such time"],
+)
+async def test_a_request_that_cannot_be_read_is_rejected_and_is_no_dead_letter(
+    settings: Settings, bus: Bus, body: bytes, headers: dict[str, str], words: str
+) -> None:
+    async with running(settings):
+        await bus.js.publish("train.requested", body, headers={"ce-source": "shop", "ce-id": "17", **headers})
+        rejected = (await until(bus, f"run.{run_id_for('shop', '17')}.rejected"))[0].event
+        assert words in rejected.reason
+        assert (await bus.js.stream_info(topology.DEAD_LETTERS.name)).state.messages == 0
 
 
 async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> None:

@@ -44,7 +44,6 @@ async def play(stack: Stack) -> None:
     )
     rejected = await stack.publish({"name": "rejected", "command": ["true"], "slots": {"min": 2, "max": 1}})
     await stack.publish(b"this is no JSON")
-    await stack.dead_letter(b"this is no JSON")
     await stack.wait_for(rejected, "rejected")
     await stack.wait_for(failing, "failed")
     await stack.wait_for(restored, "completed")

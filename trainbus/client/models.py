@@ -21,9 +21,9 @@ from contracts.events.run import RunNotPromoted, RunPromoted, RunPromotionPendin
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
 from contracts.state.model import ModelSettings, champion_of
-from services.kit.dead_letters import read_dead_letter
 from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
+from trainbus.client.requests import find_refusal
 
 #: Seconds for which the evaluation service's answer to a request is awaited.
 ANSWER_TIMEOUT_S = 20.0
@@ -161,11 +161,11 @@ async def publish_and_wait(connection: Connection, request: Request, model: str)
     Raises:
         TrainbusError: the evaluation service refused it, or does not answer.
     """
-    starts = [await connection.last_sequence(stream) + 1 for stream in (topology.FACTS, topology.DEAD_LETTERS)]
+    start = await connection.last_sequence(topology.FACTS) + 1
     request_id = await connection.publish_request(request)
     answers = [
-        asyncio.ensure_future(_find_fact(connection, starts[0], model, request_id)),
-        asyncio.ensure_future(_find_refusal(connection, starts[1], request, request_id)),
+        asyncio.ensure_future(_find_fact(connection, start, model, request_id)),
+        asyncio.ensure_future(find_refusal(connection, start, request, request_id)),
     ]
     try:
         done, _ = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -189,16 +189,6 @@ async def _find_fact(connection: Connection, start: int, model: str, request_id:
         for message in batch:
             if message.envelope.causation_id == request_id:
                 return message.event
-    raise AssertionError("following a stream does not end")
-
-
-async def _find_refusal(connection: Connection, start: int, request: Request, request_id: str) -> str:
-    subject = subjects.dead(topology.EVALUATION_REQUESTS.name, request.subject)
-    async for batch in connection.follow_raw(topology.DEAD_LETTERS, subject, start_sequence=start):
-        for raw in batch:
-            headers = {name.lower(): value for name, value in raw.headers.items()}
-            if headers.get("ce-id") == request_id:
-                return read_dead_letter(raw).reason
     raise AssertionError("following a stream does not end")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contracts import subjects, topology
-from contracts.base import run_id_for
+from contracts.base import Request, request_id_for, run_id_for
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.texts import explain_request
-from trainbus.client.connection import Connection, StoredEvent
+from trainbus.client.connection import SOURCE, Connection, StoredEvent
 from trainbus.client.nats_import import aiohttp_hidden
 from trainbus.client.views import RunView, apply_spec
 
@@ -36,6 +36,15 @@ async def read_requested_runs(connection: Connection) -> dict[str, RunView]:
         start = info.ack_floor.stream_seq + 1 if info.ack_floor else 1
     found = await connection.read(*SUBJECTS, stream=topology.REQUESTS, start_sequence=start)
     return {view.run_id: view for view in map(_view_of, found)}
+
+
+async def find_refusal(connection: Connection, start: int, request: Request, event_id: str) -> str:
+    """Wait until a request of this client is refused; return why."""
+    subject = subjects.refused(request_id_for(SOURCE, request.type, event_id))
+    async for batch in connection.follow(topology.FACTS, subject, start_sequence=start):
+        for message in batch:
+            return str(message.event.reason)
+    raise AssertionError("following a stream does not end")
 
 
 async def has_scheduler(connection: Connection) -> bool:

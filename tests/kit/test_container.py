@@ -15,7 +15,7 @@ from tests.kit.support import wait_for_nats
 from tests.kit.test_bus import (
     test_a_bare_publish_from_a_shell_is_a_request,
     test_a_publish_whose_answer_was_lost_is_recognised,
-    test_a_request_without_a_handler_is_refused,
+    test_a_request_without_a_handler_waits_for_a_version_that_has_one,
     test_a_zombie_cannot_commit,
     test_last_and_history,
     test_the_same_fact_twice_is_stored_once,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.needs("docker")
 __all__ = [
     "test_a_bare_publish_from_a_shell_is_a_request",
     "test_a_publish_whose_answer_was_lost_is_recognised",
-    "test_a_request_without_a_handler_is_refused",
+    "test_a_request_without_a_handler_waits_for_a_version_that_has_one",
     "test_a_zombie_cannot_commit",
     "test_last_and_history",
     "test_the_same_fact_twice_is_stored_once",

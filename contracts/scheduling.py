@@ -137,7 +137,10 @@ class Reserve(SpecPart):
 
 
 class Maintenance(SpecPart):
-    """Nodes that must be empty for a while: nothing starts there that might not be done by then."""
+    """Nodes that must be empty for a while: nothing starts there that might not be done by then.
+
+    It is bound to ids or labels, and to the policy: no restart of an agent ends it.
+    """
 
     start: Annotated[AwareDatetime, AfterValidator(check_time)]
     end: Annotated[AwareDatetime, AfterValidator(check_time)]

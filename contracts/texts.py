@@ -19,8 +19,8 @@ MAX_NAMED = 5
 #: The reasons of requests that gave none: a sentence does not repeat them.
 DEFAULT_REASONS = frozenset(
     {
-        *("cancelled by request", "drained by request", "pinned by request", "promoted by request"),
-        *("configured by request", "staged by request"),
+        *("cancelled by request", "drained by request", "undrained by request", "pinned by request"),
+        *("promoted by request", "configured by request", "staged by request"),
     }
 )
 #: Facts that come with every checkpoint: who follows a run does not see them.
@@ -293,9 +293,12 @@ def _deploy_failed(fact: model.ModelDeployFailed) -> str:
     return f"version {fact.version} (run {fact.run_id}) is not served ({fact.stage}): {fact.reason}; {left}"
 
 
+def _by(fact: model.ModelApproved | node.NodeDraining | node.NodeUndrained) -> str:
+    return f" by {fact.user}" if fact.user else ""
+
+
 def _approved(fact: model.ModelApproved) -> str:
-    by = f" by {fact.user}" if fact.user else ""
-    return f"run {fact.run_id} {'approved' if fact.approved else 'declined'}{by}{format_reason(fact.reason)}"
+    return f"run {fact.run_id} {'approved' if fact.approved else 'declined'}{_by(fact)}{format_reason(fact.reason)}"
 
 
 def _staged_model(fact: model.ModelStaged) -> str:
@@ -369,7 +372,8 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     node.NodeJoined: _joined,
     node.NodeLeft: lambda e: f"left{format_reason(e.reason)}",
     node.NodeLost: lambda e: f"lost: {e.reason}",
-    node.NodeDraining: lambda e: f"draining{format_reason(e.reason)}",
+    node.NodeDraining: lambda e: f"draining{_by(e)}{format_reason(e.reason)}",
+    node.NodeUndrained: lambda e: f"undrained{_by(e)}{format_reason(e.reason)}",
     node.NodeNotice: _notice,
     node.NodeUnfit: lambda e: f"unfit: {e.reason}",
     study.StudyRejected: lambda e: f"rejected: {e.reason}",

@@ -118,7 +118,7 @@ def _events(*, requests: str = "", **facts: str) -> tuple[type[Event], ...]:
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
     REQUESTS.name,
-    _events(requests="train cancel restore drain"),
+    _events(requests="train cancel restore drain undrain"),
     "Requests the scheduler decides on.",
     # Each answer is fenced on its own, so their order does not matter.
     concurrency=16,
@@ -219,7 +219,7 @@ SERVICES: dict[str, ServiceEvents] = {
     "scheduler": ServiceEvents(
         publishes=_events(
             run="accepted rejected queued waiting reserved placed preempting cancelling completed failed cancelled",
-            node="lost draining",
+            node="lost draining undrained",
             capacity="wanted",
             policy="adopted",
             request="refused",
@@ -286,7 +286,7 @@ SERVICES: dict[str, ServiceEvents] = {
     "autoscaler": ServiceEvents(
         publishes=_events(requests="drain"),
         follows=_events(
-            node="joined left lost draining notice",
+            node="joined left lost draining undrained notice",
             capacity="wanted",
             policy="adopted",
             run="placed released exited",

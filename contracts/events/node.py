@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from contracts.base import Fact, Sha256, Token
 
 #: Slots of one node: far more than any machine has accelerators or processors.
 MAX_NODE_SLOTS = 4096
+#: What a drain is bound to: the node's id, or the present life of its agent.
+DrainScope = Literal["node", "incarnation"]
 
 
 class NodeFact(Fact, aggregate="node", id_field="node_id", occurrence="incarnation"):
@@ -71,6 +73,28 @@ class NodeDraining(NodeFact, fact="draining"):
     """Nothing new is placed on the node, and the runs there are asked to release it."""
 
     reason: str = ""
+    #: ``node``: until it is undrained, whatever becomes of its agent. ``incarnation``: until its agent joins again, as
+    #: every drain before this field.
+    scope: DrainScope = "incarnation"
+    #: Who asked for it: the user, else the source of the request.
+    user: str = ""
+    #: When the server stored the request: of two decisions about a node the later request holds.
+    requested_at: AwareDatetime | None = None
+    request_id: str = ""
+
+    @property
+    def occurrence(self) -> str:
+        # A node that was undrained may be drained again in the same incarnation.
+        return "/".join(filter(None, (self.incarnation, self.request_id)))
+
+
+class NodeUndrained(NodeFact, fact="undrained", occurrence="incarnation/request_id"):
+    """The node takes new runs again, as far as no notice, failed check or maintenance keeps it from that."""
+
+    reason: str = ""
+    user: str = ""
+    requested_at: AwareDatetime
+    request_id: str
 
 
 class NodeNotice(NodeFact, fact="notice"):

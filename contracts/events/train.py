@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from contracts.base import Request, Token
+from contracts.events.node import DrainScope
 from contracts.spec.base import check_argument
 from contracts.spec.data import DataSource
 from contracts.spec.gates import ModelGates
@@ -153,6 +154,17 @@ class DrainRequested(Request, verb="drain"):
 
     node_id: Token
     reason: str = Field("drained by request", max_length=2000)
+    user: str | None = Field(None, max_length=200)
+    #: ``node``: until it is undrained. ``incarnation``: until its agent joins again (a machine that will be stopped).
+    scope: DrainScope = "node"
+
+
+class UndrainRequested(Request, verb="undrain"):
+    """Put a drained node back into use."""
+
+    node_id: Token
+    reason: str = Field("undrained by request", max_length=2000)
+    user: str | None = Field(None, max_length=200)
 
 
 class PromoteRequested(Request, verb="promote"):

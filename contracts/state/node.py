@@ -1,17 +1,46 @@
-"""A node's life as its facts add up."""
+"""A node's life as its facts add up.
+
+What is decided about a node is bound to its id or to one incarnation of its agent:
+
+- A drain by an operator is bound to the id. Neither a restart nor the loss of the node ends it; ``undrained`` does.
+- A drain of scope ``incarnation`` (a machine that is about to be stopped), a notice and a failed check end with the
+  incarnation. An agent repeats the notices that still hold when it joins, and checks devices again before a run uses
+  them, so a restart hides neither.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import datetime
 from typing import Protocol
 
-from contracts.events.node import NodeFact, NodeJoined
+from pydantic import BaseModel, ConfigDict
 
-#: How far a state is from use. Only one as far or further replaces it, until the node joins again.
+from contracts.events.node import DrainScope, NodeDraining, NodeFact, NodeJoined, NodeUndrained
+
+#: How far a state is from use. Only one as far or further replaces it, until the node joins again or is undrained.
 SEVERITY = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
 GONE_STATES = frozenset({"left", "lost"})
 #: How many past incarnations a node remembers: a late fact of one of them ends nothing.
 MAX_PAST_INCARNATIONS = 16
+
+
+class NodeDrain(BaseModel):
+    """The last decision about a node's drain: that it is drained, or that it is so no more."""
+
+    model_config = ConfigDict(frozen=True)
+
+    is_drained: bool = True
+    scope: DrainScope = "node"
+    #: The one that the decision was made in.
+    incarnation: str
+    reason: str = ""
+    user: str = ""
+    requested_at: datetime | None = None
+
+    def holds_for(self, incarnation: str) -> bool:
+        """Whether the node is drained in this incarnation."""
+        return self.is_drained and (self.scope == "node" or self.incarnation == incarnation)
 
 
 class NodeLife(Protocol):
@@ -23,19 +52,66 @@ class NodeLife(Protocol):
     def incarnation(self) -> str: ...
     @property
     def past_incarnations(self) -> Collection[str]: ...
+    @property
+    def last_drain(self) -> NodeDrain | None:
+        """The last decision about its drain. It stays when the node joins again."""
 
 
 def next_node_state(node: NodeLife | None, fact: NodeFact) -> str | None:
-    """Return the state of the node after ``fact``; None if the fact does not count.
+    """Return the state of the node after ``fact``; None if the fact does not change the state.
 
     A fact of an old incarnation does not count, nor one that names a state nearer to use.
     """
     if isinstance(fact, NodeJoined):
-        known = node is not None and fact.incarnation in (node.incarnation, *node.past_incarnations)
-        return None if known else "up"
-    if node is None or node.incarnation != fact.incarnation or fact.fact not in SEVERITY:
+        if node is not None and fact.incarnation in (node.incarnation, *node.past_incarnations):
+            return None
+        return "draining" if is_drained(node, fact.incarnation) else "up"
+    if node is None:
+        return None
+    if isinstance(fact, NodeDraining | NodeUndrained):
+        counts = next_drain(node, fact) is not node.last_drain and SEVERITY[node.state] <= SEVERITY["draining"]
+        return None if not counts else "draining" if isinstance(fact, NodeDraining) else "up"
+    if node.incarnation != fact.incarnation or fact.fact not in SEVERITY:
         return None
     return fact.fact if SEVERITY[fact.fact] >= SEVERITY[node.state] else None
+
+
+def next_drain(node: NodeLife | None, fact: NodeFact) -> NodeDrain | None:
+    """Return the last decision about the node's drain after ``fact``; the one before if the fact does not count.
+
+    Of two requests the later one holds, also when a late delivery answers the earlier one once more.
+    """
+    if node is None or not isinstance(fact, NodeDraining | NodeUndrained):
+        return node.last_drain if node is not None else None
+    last, is_drain = node.last_drain, isinstance(fact, NodeDraining)
+    scope = fact.scope if isinstance(fact, NodeDraining) else "node"
+    if last is not None and last.requested_at and fact.requested_at and fact.requested_at < last.requested_at:
+        return last
+    if scope == "incarnation":
+        # It ends before a drain of the node would, and does not take the place of one.
+        is_held = last is not None and last.is_drained and last.scope == "node"
+        if is_held or fact.incarnation != node.incarnation:
+            return last
+    return NodeDrain(
+        is_drained=is_drain,
+        scope=scope,
+        incarnation=fact.incarnation,
+        reason=fact.reason,
+        user=fact.user,
+        requested_at=fact.requested_at,
+    )
+
+
+def is_drained(node: NodeLife | None, incarnation: str | None = None) -> bool:
+    """Whether the node is drained, in its present incarnation or in another one."""
+    if node is None or node.last_drain is None:
+        return False
+    return node.last_drain.holds_for(node.incarnation if incarnation is None else incarnation)
+
+
+def drain_in_force(node: NodeLife) -> NodeDrain | None:
+    """Return the drain of a node; None if it is not drained."""
+    return node.last_drain if is_drained(node) else None
 
 
 def incarnations_before(node: NodeLife | None) -> list[str]:

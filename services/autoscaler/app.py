@@ -157,7 +157,8 @@ class Autoscaler:
             self._record_failure(decision.pool if not isinstance(decision, DrainNode) else "", error)
 
     async def _drain(self, decision: DrainNode) -> None:
-        request = DrainRequested(node_id=decision.node_id, reason=decision.reason)
+        # The next machine under this name is another one.
+        request = DrainRequested(node_id=decision.node_id, reason=decision.reason, scope="incarnation")
         # One id for each incarnation of the node: repeated requests are dropped.
         event_id = f"drain/{decision.node_id}/{decision.incarnation}"
         now, kind = self.bus.clock.now(), DrainRequested.type

@@ -20,7 +20,14 @@ from contracts import subjects, topology
 from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
-from contracts.events.train import CancelRequested, RestoreRequested, StopStudyRequested, TrainRequested
+from contracts.events.train import (
+    CancelRequested,
+    DrainRequested,
+    RestoreRequested,
+    StopStudyRequested,
+    TrainRequested,
+    UndrainRequested,
+)
 from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
@@ -57,6 +64,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
 Text = Annotated[str | None, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=500)]
+Reason = Annotated[str, Query(max_length=2000)]
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
 
 
@@ -152,7 +160,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
 
     @router.post("/hpo/studies/{study_id}/stop", status_code=202, response_model=views.AcceptedStudyRequest)
     async def stop_study(
-        study_id: StudyId, key: Key = None, reason: Annotated[str, Query(max_length=2000)] = "stopped by request"
+        study_id: StudyId, key: Key = None, reason: Reason = "stopped by request"
     ) -> views.AcceptedStudyRequest:
         """End a study: no further trials, and its runs are cancelled."""
         found = await studies.read_study(service.bus, study_id)
@@ -167,9 +175,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         return TrainRequested.model_json_schema()
 
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.AcceptedRequest)
-    async def cancel(
-        run: str, key: Key = None, reason: Annotated[str, Query(max_length=2000)] = "cancelled by request"
-    ) -> views.AcceptedRequest:
+    async def cancel(run: str, key: Key = None, reason: Reason = "cancelled by request") -> views.AcceptedRequest:
         """Stop a run for good. Its checkpoints stay."""
         row = await find(projection, run)
         if row["state"] in TERMINAL_STATES:
@@ -177,6 +183,35 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         request = CancelRequested(run_id=row["run_id"], reason=reason)
         envelope = commands.envelope(CancelRequested, key or "")
         return await commands.publish(request, envelope, row["run_id"], state=row["state"])
+
+    async def change_drain(
+        kind: type[DrainRequested | UndrainRequested], node_id: str, key: str | None, **fields: str | None
+    ) -> views.AcceptedNodeRequest:
+        known = [node.node_id for node in await queries.nodes(store)]
+        if node_id not in known:
+            await projection.catch_up()
+            known = [node.node_id for node in await queries.nodes(store)]
+        if node_id not in known:
+            raise HTTPException(404, f"there is no node {node_id!r}; there is: {', '.join(known) or 'none'}")
+        envelope = commands.envelope(kind, key or "")
+        accepted = await commands.publish(kind(node_id=node_id, **fields), envelope, "")
+        return views.AcceptedNodeRequest(
+            node_id=node_id, request_id=accepted.request_id, duplicate=accepted.duplicate, sequence=accepted.sequence
+        )
+
+    @router.post("/nodes/{node_id}/drain", status_code=202, response_model=views.AcceptedNodeRequest)
+    async def drain(
+        node_id: str, key: Key = None, reason: Reason = "drained by request", user: Text = None
+    ) -> views.AcceptedNodeRequest:
+        """Take a node out of use, until it is undrained; its runs move to other nodes."""
+        return await change_drain(DrainRequested, node_id, key, reason=reason, user=user)
+
+    @router.post("/nodes/{node_id}/undrain", status_code=202, response_model=views.AcceptedNodeRequest)
+    async def undrain(
+        node_id: str, key: Key = None, reason: Reason = "undrained by request", user: Text = None
+    ) -> views.AcceptedNodeRequest:
+        """Put a drained node back into use."""
+        return await change_drain(UndrainRequested, node_id, key, reason=reason, user=user)
 
     @router.post(
         "/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.AcceptedRequest

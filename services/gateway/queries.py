@@ -15,9 +15,10 @@ import structlog
 
 from contracts.best_checkpoint import find_best, find_ranking_metric
 from contracts.spec.run import RunSpec
+from contracts.state.node import drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
-from services.gateway.core.rows import Checkpoint, Dataset, Run
+from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
 from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
 
 log = structlog.get_logger(__name__)
@@ -231,6 +232,7 @@ async def nodes(store: Store) -> list[views.Node]:
         views.Node.model_validate(
             {
                 **row,
+                "drain": drain_in_force(Node(**row)),
                 "used": sum(runs.values()),
                 "runs": sorted(runs),
                 "run_names": {run_id: names[run_id] for run_id in sorted(runs)},

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from contracts.main_metric import choose_main_metric
+from contracts.state.node import NodeDrain
 from contracts.state.run import TERMINAL_STATES
 from services.gateway.core import rows
 
@@ -390,6 +391,8 @@ class Node(View):
     joined_at: Time
     changed_at: Time
     reason: str | None
+    #: Who drained it, when and why; None: it is not drained.
+    drain: NodeDrain | None = None
     #: Nodes with the same one do arithmetic with the same last bits.
     machine_digest: str
     #: Runs that hold slots here.
@@ -444,6 +447,15 @@ class ModelDetail(View):
     configuration: int
     aliases: dict[str, int]
     pending: list[PendingPromotion]
+
+
+class AcceptedNodeRequest(View):
+    """The request is on the bus; the node's facts show its result."""
+
+    node_id: str
+    request_id: str
+    duplicate: bool = False
+    sequence: int
 
 
 class AcceptedModelRequest(View):

@@ -1,15 +1,17 @@
 """The scheduler's shell: folds the log, answers requests, and, while it leads, decides.
 
 Every instance folds and every instance answers requests: an answer is a fact that is fenced on its
-own (``accepted`` and ``rejected`` expect a run without facts; ``cancelling`` and ``draining`` have
-one id), so it needs no leader and costs no time when the leader dies. ``core.decide`` decides
-everything that changes slots or ends a run, on the one instance that holds the lease.
+own (``accepted`` and ``rejected`` expect a run without facts, ``cancelling`` has one id, and of two
+decisions about a node's drain the one of the later request holds), so it needs no leader and costs no
+time when the leader dies. ``core.decide`` decides everything that changes slots or ends a run, on the
+one instance that holds the lease.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from pydantic import Field
@@ -17,9 +19,15 @@ from pydantic import Field
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import EnvelopeError, InvalidData, RawMessage, open_envelope
-from contracts.events.node import NodeDraining
+from contracts.events.node import NodeDraining, NodeUndrained
 from contracts.events.run import DecisionRecord, RunCancelling
-from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
+from contracts.events.train import (
+    CancelRequested,
+    DrainRequested,
+    RestoreRequested,
+    TrainRequested,
+    UndrainRequested,
+)
 from contracts.scheduling import Policy
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage, TransientError
 from services.kit.clock import Clock
@@ -30,7 +38,7 @@ from services.scheduler.capacity_publisher import CapacityPublisher
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
-from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.cluster import Node, Run
 from services.scheduler.leader import CyclePacer, Leader
 from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.queries import Forecast, serve_queries
@@ -133,6 +141,7 @@ class Requests:
         self.bus.subscriber(consumer, CancelRequested)(self.on_cancel)
         self.bus.subscriber(consumer, RestoreRequested)(self.on_restore)
         self.bus.subscriber(consumer, DrainRequested)(self.on_drain)
+        self.bus.subscriber(consumer, UndrainRequested)(self.on_undrain)
 
     async def on_train(self, received: Message[TrainRequested]) -> None:
         run_id = run_id_for(received.envelope.source, received.envelope.id)
@@ -161,13 +170,22 @@ class Requests:
         await self.bus.publish(fact, received.envelope)
 
     async def on_drain(self, received: Message[DrainRequested]) -> None:
+        node = await self._find_node(received, "drain")
+        fact = NodeDraining(**_drain_fields(received, node), scope=received.event.scope)
+        await self.bus.publish(fact, received.envelope)
+
+    async def on_undrain(self, received: Message[UndrainRequested]) -> None:
+        node = await self._find_node(received, "undrain")
+        await self.bus.publish(NodeUndrained(**_drain_fields(received, node)), received.envelope)
+
+    async def _find_node(self, received: Message[DrainRequested] | Message[UndrainRequested], verb: str) -> Node:
+        """Return the node of a request. It may be away: a drain waits for its return."""
         await self.cache.catch_up()
         node = self.cache.cluster.nodes.get(received.event.node_id)
-        if node is None or not node.alive:
-            known = ", ".join(sorted(n.node_id for n in self.cache.cluster.nodes.values() if n.alive)) or "none"
-            raise PoisonMessage(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
-        fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
-        await self.bus.publish(fact, received.envelope)
+        if node is None:
+            known = ", ".join(sorted(self.cache.cluster.nodes)) or "none"
+            raise PoisonMessage(f"no node {received.event.node_id!r} to {verb}; these have joined: {known}")
+        return node
 
     async def on_invalid(self, raw: RawMessage, error: InvalidData) -> bool:
         """Reject a request that would have made a run, with the reason."""
@@ -206,6 +224,19 @@ class Requests:
             return run
         text = f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact"
         raise TransientError(text) if received.deliveries <= UNKNOWN_RETRIES else PoisonMessage(text)
+
+
+def _drain_fields(received: Message[DrainRequested] | Message[UndrainRequested], node: Node) -> dict[str, Any]:
+    """Return what both facts about a node's drain have."""
+    request, envelope = received.event, received.envelope
+    return {
+        "node_id": node.node_id,
+        "incarnation": node.incarnation,
+        "reason": request.reason,
+        "user": request.user or envelope.source,
+        "requested_at": received.stored_at or envelope.time,
+        "request_id": envelope.id,
+    }
 
 
 def _nothing_yet(run_id: str) -> ExpectedSequence:

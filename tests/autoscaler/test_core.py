@@ -69,6 +69,7 @@ def text(decision: Decision) -> str:
 EXITED = RunExited(run_id="r", generation=1, node_id="n0", outcome="succeeded")
 RELEASED = RunReleased(run_id="r", generation=1, node_id="n0")
 DRAINING = NodeDraining(node_id="n0", incarnation="1")
+KEPT = NodeDraining(node_id="n0", incarnation="1", scope="node", user="ada")
 CASES: list[tuple[str, list[Fact], list[str], list[str]]] = [
     ("nothing was said", [adopted(), joined("n0")], ["n0"], []),
     ("more are wanted", [adopted(), wanted(3)], ["n0"], ["start 2"]),
@@ -86,6 +87,9 @@ CASES: list[tuple[str, list[Fact], list[str], list[str]]] = [
         ["n0"],
         ["stop n0"],
     ),
+    ("what an operator drained is kept", [adopted(), joined("n0"), KEPT, wanted(0)], ["n0"], []),
+    ("and stays drained when it joins again", [adopted(2), joined("n0"), KEPT, joined("n0", "2"), wanted(2)], ["n0"],
+     ["start 1"]),
     ("what is drained is no more", [adopted(), joined("n0"), placed("n0"), DRAINING, wanted(1)], ["n0"], ["start 1"]),
     ("but takes room until it is gone", [adopted(1), joined("n0"), placed("n0"), DRAINING, wanted(1)], ["n0"], []),
     (

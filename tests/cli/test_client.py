@@ -127,8 +127,9 @@ async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:
         await client.run("run-l")
     with pytest.raises(NotFoundError, match="start of 3 runs"):
         await client.run("r")
-    with pytest.raises(NotFoundError, match="there are n1"):
-        await client.drain("n2")
+    for change in (client.drain, client.undrain):
+        with pytest.raises(NotFoundError, match="there are n1"):
+            await change("n2")
 
 
 async def test_why_without_a_scheduler_answers_from_the_log(client: AsyncClient, bus: Bus) -> None:

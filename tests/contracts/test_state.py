@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
-from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUndrained
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -34,7 +34,7 @@ from contracts.events.run import (
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.model import champion_of, rollback_target
-from contracts.state.node import next_node_state
+from contracts.state.node import NodeDrain, is_drained, next_drain, next_node_state
 from contracts.state.run import RunState, RunStates, change_run, reduce_run
 from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
@@ -236,7 +236,7 @@ def test_a_run_that_is_over_stays_over(end: Fact) -> None:
 
 def test_a_node_goes_further_from_use_and_comes_back_with_a_new_incarnation() -> None:
     class View:
-        state, incarnation, past_incarnations = "notice", "i2", ("i1",)
+        state, incarnation, past_incarnations, last_drain = "notice", "i2", ("i1",), None
 
     def joined(incarnation: str) -> NodeJoined:
         return NodeJoined(node_id="n1", incarnation=incarnation, address="", slots=1, lease_ttl_s=30)
@@ -247,6 +247,36 @@ def test_a_node_goes_further_from_use_and_comes_back_with_a_new_incarnation() ->
     assert next_node_state(View(), NodeNotice(**now, source="s", kind="k")) == "notice"
     assert next_node_state(View(), NodeLost(node_id="n1", incarnation="i1")) is None
     assert [next_node_state(View(), joined(each)) for each in ("i1", "i2", "i3")] == [None, None, "up"]
+
+
+def test_a_drained_node_comes_back_drained() -> None:
+    class View:
+        state, incarnation, past_incarnations = "lost", "i2", ("i1",)
+        last_drain: NodeDrain | None = None
+
+    def asked(second: int, incarnation: str = "i2") -> dict[str, Any]:
+        at = datetime(2026, 1, 31, 12, 0, second, tzinfo=UTC)
+        return {"node_id": "n1", "incarnation": incarnation, "requested_at": at, "request_id": f"r{second}"}
+
+    view = View()
+    joined = NodeJoined(node_id="n1", incarnation="i3", address="", slots=1, lease_ttl_s=30)
+    drained = NodeDraining(**asked(1), scope="node", user="ada")
+    assert next_node_state(view, drained) is None
+    view.last_drain = next_drain(view, drained)
+    assert next_node_state(view, joined) == "draining"
+    view.state, view.incarnation = "draining", "i3"
+    # Answered in an incarnation that is over by now, it holds all the same.
+    undrained = NodeUndrained(**asked(2))
+    assert next_node_state(view, undrained) == "up"
+    view.state, view.last_drain = "up", next_drain(view, undrained)
+    assert next_node_state(view, drained) is None
+    assert next_drain(view, drained) is view.last_drain
+    for late in (NodeDraining(node_id="n1", incarnation="i2"), NodeDraining(**asked(3))):
+        assert next_node_state(view, late) is None
+    of_now = NodeDraining(node_id="n1", incarnation="i3")
+    assert next_node_state(view, of_now) == "draining"
+    view.last_drain = next_drain(view, of_now)
+    assert [is_drained(view), is_drained(view, "i4")] == [True, False]
 
 
 def test_each_rollback_takes_one_promotion_off() -> None:

@@ -97,7 +97,7 @@ async def restore_epoch(stack: Stack, run_id: str, epoch: int) -> str:
     return first
 
 
-async def test_a_drained_node_gets_nothing_until_it_joins_again(stack: Stack) -> None:
+async def test_a_drained_node_gets_nothing_until_it_is_undrained(stack: Stack) -> None:
     drained = ""
     try:
         with stack.hold() as hold:
@@ -118,11 +118,19 @@ async def test_a_drained_node_gets_nothing_until_it_joins_again(stack: Stack) ->
             last = [r.event for r in await stack.facts(other) if r.event.fact == "placed"][-1]
             assert drained not in {member.node_id for member in last.members}
         await stack.audit(run_id, epochs=12)
+        sequence = (await stack.bus.js.stream_info("FACTS")).state.last_seq
+        stack.kill(drained)
+        await stack.wait_for_node(drained, "joined", after=sequence)
+        shown = await stack.cli("nodes")
+        assert "a fan is loud; until `trainbus undrain`" in " ".join(shown.text.split())
+        with stack.hold() as hold:
+            others = [await stack.occupant(hold) for _ in range(3)]
+            await stack.wait_for(others[-1], "waiting")
+            assert [r.event.fact for r in await stack.facts(others[-1])].count("placed") == 0
     finally:
         if drained:
-            sequence = (await stack.bus.js.stream_info("FACTS")).state.last_seq
-            stack.kill(drained)
-            await stack.wait_for_node(drained, "joined", after=sequence)
+            undrained = await stack.cli("undrain", drained)
+            assert "undrained by" in undrained.text
     with stack.hold() as hold:
         again = [await stack.occupant(hold) for _ in range(4)]
         used = [(await stack.wait_for(other, "placed")).members[0].node_id for other in again]

@@ -76,8 +76,8 @@ async def test_a_plain_script_is_killed_and_drained_and_loses_nothing(stack: Sta
         assert completed.metrics == {"loss": pytest.approx(1 / EPOCHS, abs=1e-4)}
     finally:
         sequence = (await stack.bus.js.stream_info("FACTS")).state.last_seq
-        stack.kill(drained)
-        await stack.wait_for_node(drained, "joined", after=sequence)
+        await stack.request("undrain.requested", {"node_id": drained})
+        await stack.wait_for_node(drained, "undrained", after=sequence)
 
     done = await stack.cli("fetch", run_id, str(tmp_path / "fetched"))
     assert done.code == 0, done.text

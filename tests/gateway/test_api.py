@@ -19,8 +19,9 @@ from contracts.base import run_id_for
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
+from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
-from contracts.events.train import CancelRequested, RestoreRequested
+from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
 from contracts.spec.gates import ModelGates
 from services.gateway import commands
 from services.gateway.mlflow_pages import find_mlflow_url
@@ -366,6 +367,23 @@ async def test_nodes_show_what_runs_there(gateway: Running, bus: Bus) -> None:
         ("n1", "up", 2, [RUN]),
         ("n2", "up", 2, [RUN]),
     ]
+
+
+async def test_drain_and_undrain(gateway: Running, bus: Bus) -> None:
+    await publish(bus, NodeJoined(node_id="n1", incarnation="1", address="h", slots=1, lease_ttl_s=3))
+    missing = await gateway.client.post("/nodes/n2/drain")
+    assert (missing.status_code, missing.json()["detail"]) == (404, "there is no node 'n2'; there is: n1")
+    asked = {"reason": "a loud fan", "user": "ada"}
+    assert (await gateway.client.post("/nodes/n1/drain", params=asked)).status_code == 202
+    assert (await gateway.client.post("/nodes/n1/undrain")).status_code == 202
+    requests = await bus.read_history(subjects.request("drain"), subjects.request("undrain"), stream="REQUESTS")
+    assert [each.event for each in requests] == [DrainRequested(node_id="n1", **asked), UndrainRequested(node_id="n1")]
+    of_node: dict[str, Any] = {**asked, "node_id": "n1", "incarnation": "1"}
+    await publish(bus, NodeDraining(**of_node, scope="node", requested_at=requests[0].stored_at, request_id="d"))
+    await gateway.client.get("/training-runs/none")  # waits until all of the above is in
+    [node] = (await gateway.get("/nodes"))["nodes"]
+    assert (node["state"], node["reason"], node["drain"]["user"]) == ("draining", "a loud fan", "ada")
+    assert datetime.fromisoformat(node["drain"]["requested_at"]) == requests[0].stored_at
 
 
 async def test_operations(gateway: Running) -> None:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.node import NodeDraining, NodeJoined, NodeLost, NodeNotice, NodeUnfit
+from contracts.events.node import NodeDraining, NodeJoined, NodeLost, NodeNotice, NodeUndrained, NodeUnfit
 from contracts.events.run import (
     Problem,
     RunCancelled,
@@ -35,6 +36,7 @@ from contracts.events.run import (
 from contracts.events.train import RestoreRequested
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
+from contracts.state.node import drain_in_force
 from services.gateway.core.fold import At, Rows, apply, apply_progress, plain, survives
 from services.gateway.queries import thin
 from tests.gateway.conftest import REQUEST, RUN, SPEC, life, placed, progress, ref
@@ -204,6 +206,23 @@ def test_a_node_takes_the_worst_state_of_its_facts(facts: list[str], expected: s
     node = fold([first, *(made[name] for name in facts)]).nodes["n1"]
     assert node.state == expected
     assert node.reason == {"notice": "spot: terminate within 120 s", "unfit": "ECC"}.get(expected)
+
+
+def test_a_node_stays_drained_when_it_joins_again() -> None:
+    def joined(incarnation: str) -> NodeJoined:
+        return NodeJoined(node_id="n1", incarnation=incarnation, address="h", slots=1, lease_ttl_s=3)
+
+    at = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    asked: dict[str, Any] = {"node_id": "n1", "incarnation": "1", "user": "ada"}
+    drained = NodeDraining(**asked, reason="a loud fan", scope="node", requested_at=at, request_id="d")
+    node = fold([joined("1"), NodeLost(node_id="n1", incarnation="1"), drained, joined("2")]).nodes["n1"]
+    assert (node.state, node.reason) == ("draining", "a loud fan")
+    drain = drain_in_force(node)
+    assert drain is not None
+    assert (drain.user, drain.requested_at) == ("ada", at)
+    undrained = NodeUndrained(**asked, requested_at=at + timedelta(seconds=1), request_id="u")
+    node = fold([joined("1"), drained, joined("2"), undrained]).nodes["n1"]
+    assert (node.state, node.reason, drain_in_force(node)) == ("up", None, None)
 
 
 def test_verdicts_come_after_the_end() -> None:

@@ -21,7 +21,7 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from contracts.scheduling import Elastic, Faults, Policy
+from contracts.scheduling import Elastic, Faults, Maintenance, Policy
 from services.scheduler.cluster_cache import observe
 from services.scheduler.core.decide import decide, unresponsive_nodes
 from services.scheduler.core.decisions import fact_of
@@ -30,6 +30,7 @@ from services.scheduler.core.fold import apply
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.place.strategies import pack
 from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.codec import restore, save
 from services.scheduler.core.state.slot_request import SlotRequest
 from tests.scheduler.world import START, World, spec
 
@@ -560,7 +561,7 @@ def test_a_cancelled_run_ends_cancelled(before: Callable[[World], None]) -> None
     assert world.run("r1").outcome == "cancelled by request"
 
 
-def test_draining_moves_runs_away_until_the_node_joins_again() -> None:
+def test_draining_moves_runs_away_until_the_node_is_undrained() -> None:
     world = two_nodes()
     world.accept("r1", spec(2))
     world.settle()
@@ -576,7 +577,92 @@ def test_draining_moves_runs_away_until_the_node_joins_again() -> None:
     assert world.run("r2").waiting_code == "slots"
     world.join(home, 2, "2")
     world.settle()
+    assert world.phase("r2") == "queued"
+    world.undrain(home)
+    world.settle()
     assert world.phase("r2") == "placed"
+
+
+def drain_node(world: World) -> None:
+    world.drain("n1")
+
+
+def drain_machine(world: World) -> None:
+    world.drain("n1", "incarnation", "trainbus/autoscaler")
+
+
+def lose_node(world: World) -> None:
+    world.lose("n1")
+
+
+def leave(world: World) -> None:
+    world.leave("n1")
+
+
+def rejoin(world: World) -> None:
+    world.join("n1", 2, "2")
+
+
+#: What becomes of a node around its drain.
+DRAINED_LIVES: dict[str, tuple[Callable[[World], None], ...]] = {
+    "its agent starts again": (drain_node, rejoin),
+    "its machine starts again": (drain_node, lose_node, rejoin),
+    "it leaves and comes back": (drain_node, leave, rejoin),
+    "it is drained while it is away": (lose_node, drain_node, rejoin),
+    "its machine is to be stopped besides": (drain_node, drain_machine, rejoin),
+    "its machine was to be stopped": (drain_machine, drain_node, rejoin),
+}
+
+
+@pytest.mark.parametrize("life", DRAINED_LIVES.values(), ids=DRAINED_LIVES)
+def test_a_drain_is_bound_to_the_node(life: tuple[Callable[[World], None], ...]) -> None:
+    world = World()
+    world.join("n1", 2)
+    for happen in life:
+        happen(world)
+    world.accept("r1", spec(1))
+    world.settle()
+    assert (world.phase("r1"), world.run("r1").waiting_code) == ("queued", "draining")
+    restored = restore(save(world.cluster))
+    assert restored.nodes["n1"].last_drain == world.cluster.nodes["n1"].last_drain
+    world.undrain("n1")
+    world.undrain("n1")
+    world.settle()
+    assert world.phase("r1") == "placed"
+
+
+def test_a_drain_of_a_machine_that_is_stopped_ends_with_its_incarnation() -> None:
+    world = World()
+    world.join("n1", 1)
+    drain_machine(world)
+    assert not world.cluster.nodes["n1"].is_schedulable
+    world.join("n1", 1, "2")
+    assert world.cluster.nodes["n1"].is_schedulable
+
+
+def test_of_two_decisions_on_a_drain_the_later_request_holds() -> None:
+    world = World()
+    world.join("n1", 1)
+    world.drain("n1")
+    drained = world.log[-1][0]
+    world.wait(10)
+    world.undrain("n1")
+    world.publish(drained)  # a late delivery answers the request once more
+    assert world.cluster.nodes["n1"].is_schedulable
+    world.wait(10)
+    world.drain("n1")
+    assert not world.cluster.nodes["n1"].is_schedulable
+
+
+def test_maintenance_is_bound_to_the_node() -> None:
+    world = World()
+    window = Maintenance(start=world.now, end=world.now + timedelta(hours=1), node_ids=("n1",))
+    world.policy = Policy(maintenance=(window,))
+    world.join("n1", 1)
+    world.join("n1", 1, "2")
+    world.accept("r1", spec(1))
+    world.settle()
+    assert world.phase("r1") == "queued"
 
 
 def test_news_of_the_past_change_nothing() -> None:

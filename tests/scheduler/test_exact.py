@@ -225,6 +225,22 @@ def test_a_stalled_run_restarts_as_its_policy_requires(on_stall: str, goes_to: s
     assert world.facts(RunQueued, "r1")[-1].reason == "node lost"
 
 
+def test_a_node_that_a_run_excludes_stays_excluded_when_its_agent_starts_again() -> None:
+    world = World()
+    world.join("n1", 1)
+    world.join("n2", 2)
+    world.accept("r1", spec(1))
+    world.settle()
+    world.start("r1")
+    world.stall("r1", "n1", "exclude")
+    world.settle()
+    world.join("n1", 1, "2")
+    world.settle()
+    world.wait(1)
+    world.settle()
+    assert nodes(world, "r1") == ["n2"]
+
+
 def test_a_run_that_stalls_again_and_again_is_given_up() -> None:
     world = World(Policy(faults=Faults(max_infrastructure_failures=4)))
     world.join("n1", 1)

@@ -493,7 +493,7 @@ def test_nodes_that_come_and_go_are_played_as_they_came_and_went() -> None:
     world.release("b")
     world.settle()
     world.wait(90)
-    world.join("n2", 2, "2")
+    world.undrain("n2")
     world.settle()
     world.wait(50)
     world.lose("n2")

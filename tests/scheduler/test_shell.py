@@ -245,6 +245,29 @@ async def test_a_start_without_a_policy_keeps_quotas(settings: Settings, bus: Bu
     assert (await start(resume_cost_s=4.0))[1].reclaim.resume_cost_s == 4.0
 
 
+async def test_a_drain_outlives_the_agent_and_the_scheduler(settings: Settings, bus: Bus) -> None:
+    async with running(settings):
+        await join(bus, "n1", 1)
+        asked = {"node_id": "n1", "reason": "a fan is loud"}
+        await request(bus, "drain", {**asked, "user": "ada"}, "d1")
+        drained = (await until(bus, "node.n1.draining"))[0].event
+        assert (drained.user, drained.reason, drained.scope) == ("ada", "a fan is loud", "node")
+        assert drained.requested_at is not None
+        await bus.publish(NodeLost(node_id="n1", incarnation="1"))
+        # A drain of a node that is away is remembered, and a second one changes nothing but the name.
+        await request(bus, "drain", asked, "d2")
+        assert (await until(bus, "node.n1.draining", 2))[1].event.user == SOURCE
+    async with running(settings):
+        await bus.publish(NodeJoined(node_id="n1", incarnation="2", address="h", slots=1, lease_ttl_s=3600.0))
+        run_id = await request(bus, "train", COMMAND, "waits")
+        assert (await until(bus, f"run.{run_id}.waiting"))[0].event.code == "draining"
+        for event_id in ("u1", "u2"):
+            await request(bus, "undrain", {"node_id": "n1", "user": "ada"}, event_id)
+        placed = (await until(bus, f"run.{run_id}.placed"))[0]
+        assert [fact.event.user for fact in await until(bus, "node.n1.undrained", 2)] == ["ada", "ada"]
+        assert placed.sequence > (await until(bus, "node.n1.undrained"))[0].sequence
+
+
 async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: Settings, bus: Bus) -> None:
     async with running(settings):
         bucket = await bus.open_bucket(topology.LEASES)

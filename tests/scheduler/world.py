@@ -15,7 +15,16 @@ from typing import Any
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointStaged
-from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
+from contracts.events.node import (
+    DrainScope,
+    NodeDraining,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeNotice,
+    NodeUndrained,
+    NodeUnfit,
+)
 from contracts.events.run import (
     CheckpointRef,
     RunAccepted,
@@ -153,8 +162,15 @@ class World:
     def leave(self, node_id: str) -> None:
         self.publish(NodeLeft(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
 
-    def drain(self, node_id: str) -> None:
-        self.publish(NodeDraining(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+    def drain(self, node_id: str, scope: DrainScope = "node", user: str = "ada") -> None:
+        life = self.cluster.nodes[node_id].incarnation
+        asked: dict[str, Any] = {"user": user, "requested_at": self.now, "request_id": f"d{len(self.log)}"}
+        self.publish(NodeDraining(node_id=node_id, incarnation=life, scope=scope, reason="a loud fan", **asked))
+
+    def undrain(self, node_id: str) -> None:
+        life = self.cluster.nodes[node_id].incarnation
+        asked: dict[str, Any] = {"user": "ada", "requested_at": self.now, "request_id": f"u{len(self.log)}"}
+        self.publish(NodeUndrained(node_id=node_id, incarnation=life, **asked))
 
     def notice(self, node_id: str, grace_s: float | None = None, kind: str = "terminate") -> None:
         life = self.cluster.nodes[node_id].incarnation
@@ -338,10 +354,12 @@ class Chaos:
         elif deed < 0.4:
             world.leave(node_id)
         elif deed < 0.45:
-            world.drain(node_id)
-        elif deed < 0.5:
+            world.drain(node_id, rng.choice(["node", "incarnation"]))
+        elif deed < 0.47:
+            world.undrain(node_id)
+        elif deed < 0.52:
             world.notice(node_id, rng.choice([None, 5.0, 120.0]), str(rng.random()))
-        elif deed < 0.55:
+        elif deed < 0.57:
             world.unfit(node_id, *rng.choice([(), (0,)]))
         else:
             holders = sorted(node.allocations)
@@ -376,6 +394,7 @@ class Chaos:
             self._late()
         for node_id in self.node_ids:
             if not world.cluster.nodes[node_id].is_schedulable:
+                world.undrain(node_id)
                 self._join(node_id)
         for _ in range(300):
             world.settle()

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from contracts import subjects, topology
-from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested
+from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
 from contracts.texts import describe
 from trainbus.client import checkpoints, explanation, runs
 from trainbus.client.address import StackAddress, find_address
@@ -412,18 +412,33 @@ class AsyncClient:
         """Return the champion of each registered model."""
         return list(runs.fold_events(await self.connection.read(subjects.model())).models.values())
 
-    async def drain(self, node_id: str, reason: str = "drained by request") -> str | None:
+    async def drain(self, node_id: str, reason: str = "drained by request", *, user: str | None = None) -> str | None:
         """Take a node out of use and return the scheduler's answer, None if it has not answered after 5 s.
+
+        It stays drained until ``undrain``, whatever becomes of its agent; ``user`` is recorded with the reason.
 
         Raises:
             NotFoundError: there is no such node.
         """
-        known = runs.fold_events(await self.connection.read(subjects.node())).nodes
+        return await self._change_drain(DrainRequested(node_id=node_id, reason=reason, user=user), "draining")
+
+    async def undrain(
+        self, node_id: str, reason: str = "undrained by request", *, user: str | None = None
+    ) -> str | None:
+        """Put a drained node back into use and return the scheduler's answer, None if it has not answered after 5 s.
+
+        Raises:
+            NotFoundError: there is no such node.
+        """
+        return await self._change_drain(UndrainRequested(node_id=node_id, reason=reason, user=user), "undrained")
+
+    async def _change_drain(self, request: DrainRequested | UndrainRequested, answer: str) -> str | None:
+        node_id, known = request.node_id, runs.fold_events(await self.connection.read(subjects.node())).nodes
         if node_id not in known:
             raise NotFoundError(f"there is no node {node_id!r}; there are {', '.join(sorted(known)) or 'none'}")
         start = await self.connection.last_sequence(topology.FACTS) + 1
-        await self.connection.publish_request(DrainRequested(node_id=node_id, reason=reason))
-        return await self._wait_for_answer(start, subjects.fact("node", node_id, "draining"), "draining")
+        await self.connection.publish_request(request)
+        return await self._wait_for_answer(start, subjects.fact("node", node_id, answer), answer)
 
     async def _wait_for_answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
         fact = await runs.wait_for_event(
@@ -511,6 +526,7 @@ class Client:
     nodes = _sync(AsyncClient.nodes)
     models = _sync(AsyncClient.models)
     drain = _sync(AsyncClient.drain)
+    undrain = _sync(AsyncClient.undrain)
 
     # -- the loop in its thread ------------------------------------------------------
 

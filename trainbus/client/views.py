@@ -15,7 +15,14 @@ from contracts import exactness
 from contracts.events import checkpoint, dataset, model, node, run
 from contracts.manifest import run_of_manifest
 from contracts.spec.run import RunSpec
-from contracts.state.node import GONE_STATES, incarnations_before, next_node_state
+from contracts.state.node import (
+    GONE_STATES,
+    NodeDrain,
+    drain_in_force,
+    incarnations_before,
+    next_drain,
+    next_node_state,
+)
 from contracts.state.run import TERMINAL_STATES, change_run
 from contracts.texts import describe, format_problems
 
@@ -126,6 +133,9 @@ class NodeView:
     joined_at: datetime | None = None
     #: Why it is drained, unfit, or under notice.
     reason: str = ""
+    #: Who drained it, when and why; None: it is not drained. And the last decision about that.
+    drain: NodeDrain | None = None
+    last_drain: NodeDrain | None = None
     #: Nodes with the same digest compute the same last bits.
     machine_digest: str = ""
     #: Slot -> (run_id, rank).
@@ -239,10 +249,19 @@ class StackView:
     def _on_node(self, event: node.NodeFact, time: datetime) -> None:
         known = self.nodes.get(event.node_id)
         # A node that was only seen in placements has no incarnation yet.
-        state = next_node_state(known if known is not None and known.incarnation else None, event)
-        if state is None:
+        before = known if known is not None and known.incarnation else None
+        state, last_drain = next_node_state(before, event), next_drain(before, event)
+        if state is None and known is None:
             return
         there = self.nodes.setdefault(event.node_id, NodeView(event.node_id))
+        there.last_drain = last_drain
+        if state is not None:
+            self._enter(there, state, event, time)
+        there.drain = drain_in_force(there)
+
+    @staticmethod
+    def _enter(there: NodeView, state: str, event: node.NodeFact, time: datetime) -> None:
+        """Change the state of a node to what the fact makes of it."""
         there.state = state
         if isinstance(event, node.NodeJoined):
             running = {run_id for run_id, _ in event.running}
@@ -253,7 +272,7 @@ class StackView:
             there.address, there.memory_bytes = event.address, event.memory_bytes
             there.machine_digest, there.reason = event.machine_digest, ""
         else:
-            there.reason = describe(event)
+            there.reason = describe(event) if state != "up" else ""
             if state in GONE_STATES:
                 there.busy = {}
 

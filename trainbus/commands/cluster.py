@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainbus.commands import render
-from trainbus.commands.options import Json, command
+from trainbus.commands.options import Json, command, user_name
 from trainbus.commands.simulate import simulate
 
 if TYPE_CHECKING:
@@ -35,12 +35,26 @@ async def nodes(client: AsyncClient, as_json: Json = False) -> None:
 app.command(rich_help_panel=PANEL)(simulate)
 
 
+Node = Annotated[str, typer.Argument(help="Name of the node.")]
+
+
 @command(app, rich_help_panel=PANEL)
 async def drain(
     client: AsyncClient,
-    node: Annotated[str, typer.Argument(help="Name of the node.")],
+    node: Node,
     reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "drained by request",
 ) -> None:
-    """Take a node out of use; its runs move to other nodes."""
-    answer = await client.drain(node, reason)
+    """Take a node out of use until it is undrained; its runs move to other nodes."""
+    answer = await client.drain(node, reason, user=user_name())
     print(f"{node}: {answer or 'drain requested; the scheduler has not answered yet'}")
+
+
+@command(app, rich_help_panel=PANEL)
+async def undrain(
+    client: AsyncClient,
+    node: Node,
+    reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "undrained by request",
+) -> None:
+    """Put a drained node back into use."""
+    answer = await client.undrain(node, reason, user=user_name())
+    print(f"{node}: {answer or 'undrain requested; the scheduler has not answered yet'}")

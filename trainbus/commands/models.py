@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from contracts.base import TOKEN_PATTERN
 from contracts.texts import describe
 from trainbus.client.errors import UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, Run, StackName, choose_data_dir, command, with_client
+from trainbus.commands.options import DataDir, Json, Run, StackName, choose_data_dir, command, user_name, with_client
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
@@ -175,7 +174,9 @@ async def approve(
     from contracts.events.train import ApproveRequested
 
     run_id = await client.find_run(run)
-    request = ApproveRequested(model=_checked(model), run_id=run_id, approved=not decline, reason=reason, user=_user())
+    request = ApproveRequested(
+        model=_checked(model), run_id=run_id, approved=not decline, reason=reason, user=user_name()
+    )
     await _request(client, request, model, as_json)
 
 
@@ -199,7 +200,7 @@ async def stage(
         raise UsageError("give either a version or --remove")
     if not remove and version is None:
         version = (await find_model(client.connection, model)).find("champion").version
-    fields: dict[str, Any] = {"model": model, "alias": alias, "version": version, "reason": reason, "user": _user()}
+    fields: dict[str, Any] = {"model": model, "alias": alias, "version": version, "reason": reason, "user": user_name()}
     await _request(client, _validated(StageRequested, fields), model, as_json)
 
 
@@ -227,7 +228,7 @@ async def gates(
             gates=made,
             replaces=record.settings.configuration,
             reason=reason,
-            user=_user(),
+            user=user_name(),
         )
         fact = await _request(client, request, model, as_json=False, quiet=True)
         record.settings.apply(fact)
@@ -270,10 +271,3 @@ def _validated(request: Any, fields: dict[str, Any]) -> Any:
         return request(**fields)
     except ValidationError as error:
         raise UsageError(join_problems(describe_problems(error, fields))) from error
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()[:200]
-    except (KeyError, OSError):
-        return None  # a container's user has no name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -41,6 +42,14 @@ Checkpoint = Annotated[
 Dataset = Annotated[
     str, typer.Argument(help="A dataset's id or the unique start of one; or the id of an ingestion or run.")
 ]
+
+
+def user_name() -> str | None:
+    """Return the name of the user whose command this is, for the log."""
+    try:
+        return getpass.getuser()[:200]
+    except (KeyError, OSError):
+        return None  # a container's user has no name
 
 
 def choose_data_dir(data_dir: Path | None, stack: str | None) -> Path | None:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from contracts.events.run import CheckpointRef
 from contracts.main_metric import choose_main_metric
-from contracts.texts import DEFAULT_REASONS, format_duration, plural
+from contracts.state.node import NodeDrain
+from contracts.texts import DEFAULT_REASONS, format_duration, format_reason, plural
 from trainbus.client.address import StackAddress
 from trainbus.client.views import NodeView, RunView, TimelineEntry
 from trainbus.commands import render
@@ -246,11 +247,20 @@ def render_nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datet
     return Group(
         made,
         *(f"{view.node_id} {escape(view.reason)}" for view in views if view.reason and _is_out_of_use(view)),
+        *(f"{view.node_id} {escape(_describe_drain(view.drain, now))}" for view in views if view.drain),
     )
 
 
+def _describe_drain(drain: NodeDrain, now: datetime) -> str:
+    """Return who drained a node, when and why, and what ends it."""
+    by = f" by {drain.user}" if drain.user else ""
+    ago = f" {render.ago(drain.requested_at, now)} ago" if drain.requested_at else ""
+    until = "until `trainbus undrain`" if drain.scope == "node" else "until its agent joins again"
+    return f"drained{by}{ago}{format_reason(drain.reason)}; {until}"
+
+
 def _is_out_of_use(view: NodeView) -> bool:
-    return view.state in ("draining", "notice", "unfit")
+    return view.state in ("notice", "unfit")
 
 
 def print_wait(answer: dict[str, Any]) -> None:

@@ -84,7 +84,8 @@ class _Pool:
                 else:
                     self.coming.append(machine)
             elif node.is_closing:
-                if not node.holders:
+                # A new machine under the same name would be drained too, and stopped again.
+                if not node.holders and not node.is_kept:
                     self._stop(node.node_id, "it is drained and empty")
             else:
                 (self.busy if node.holders else self.empty).append(node)

@@ -7,10 +7,18 @@ from datetime import datetime
 
 from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
-from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost, NodeNotice
+from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUndrained
 from contracts.events.run import RunExited, RunPlaced, RunReleased
 from contracts.scheduling import Pool
-from contracts.state.node import GONE_STATES, SEVERITY, incarnations_before, next_node_state
+from contracts.state.node import (
+    GONE_STATES,
+    SEVERITY,
+    NodeDrain,
+    drain_in_force,
+    incarnations_before,
+    next_drain,
+    next_node_state,
+)
 
 #: Facts about nodes and the demand for them; and those about what is placed on a node.
 STATE_FACTS: tuple[type[Fact], ...] = (
@@ -18,6 +26,7 @@ STATE_FACTS: tuple[type[Fact], ...] = (
     NodeLeft,
     NodeLost,
     NodeDraining,
+    NodeUndrained,
     NodeNotice,
     CapacityWanted,
     PolicyAdopted,
@@ -38,6 +47,7 @@ class Node:
     holders: set[tuple[str, int]]
     past_incarnations: list[str] = field(default_factory=list)
     state: str = "up"
+    last_drain: NodeDrain | None = None
     #: Since when it is lost, or has left.
     gone_at: datetime | None = None
 
@@ -45,6 +55,12 @@ class Node:
     def is_closing(self) -> bool:
         """Whether it gets no new runs: it is drained, or its machine is taken away."""
         return SEVERITY[self.state] > SEVERITY["up"]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether an operator has drained it: it stays as it is until it is undrained, so that it can be looked at."""
+        drain = drain_in_force(self)
+        return drain is not None and drain.scope == "node"
 
 
 @dataclass(slots=True)
@@ -82,7 +98,9 @@ def apply(state: State, fact: Fact, sequence: int, time: datetime) -> None:
 
 def _apply_node(state: State, fact: NodeFact, sequence: int, time: datetime) -> None:
     known = state.nodes.get(fact.node_id)
-    node_state = next_node_state(known, fact)
+    node_state, last_drain = next_node_state(known, fact), next_drain(known, fact)
+    if known is not None:
+        known.last_drain = last_drain
     if node_state is None:
         return
     if isinstance(fact, NodeJoined):
@@ -90,7 +108,14 @@ def _apply_node(state: State, fact: NodeFact, sequence: int, time: datetime) -> 
         if pool := fact.labels.get("pool", ""):
             past = incarnations_before(known)
             state.nodes[fact.node_id] = Node(
-                fact.node_id, pool, fact.incarnation, sequence, set(fact.running), past_incarnations=past
+                fact.node_id,
+                pool,
+                fact.incarnation,
+                sequence,
+                set(fact.running),
+                past_incarnations=past,
+                state=node_state,
+                last_drain=last_drain,
             )
     elif known is not None:
         known.state = node_state

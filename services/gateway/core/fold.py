@@ -37,7 +37,7 @@ from contracts.events.run import (
 )
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunFields
-from contracts.state.node import incarnations_before, next_node_state
+from contracts.state.node import incarnations_before, next_drain, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
 from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
@@ -378,15 +378,25 @@ def _as_text(value: float) -> str:
 
 def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
     """Return the node after ``fact``; as it was if the fact does not count."""
-    state = next_node_state(node, fact)
-    if state is None:
+    state, drain = next_node_state(node, fact), next_drain(node, fact)
+    decision = None if drain is None else drain.model_dump(mode="json")
+    if isinstance(fact, NodeJoined) and state is not None:
+        return _row(
+            Node,
+            fact,
+            past_incarnations=incarnations_before(node),
+            drain_decision=decision,
+            state=state,
+            reason=drain.reason if drain is not None and state == "draining" else None,
+            joined_at=at.time_s,
+            changed_at=at.time_s,
+        )
+    if node is None or (state is None and decision == node.drain_decision):
         return node
-    if isinstance(fact, NodeJoined):
-        past = incarnations_before(node)
-        return _row(Node, fact, past_incarnations=past, state=state, joined_at=at.time_s, changed_at=at.time_s)
-    assert node is not None
-    reason = _notice(fact) if isinstance(fact, NodeNotice) else getattr(fact, "reason", "")
-    return replace(node, state=state, reason=reason or None, changed_at=at.time_s)
+    if state is None:
+        return replace(node, drain_decision=decision)
+    reason = _notice(fact) if isinstance(fact, NodeNotice) else "" if state == "up" else getattr(fact, "reason", "")
+    return replace(node, state=state, reason=reason or None, drain_decision=decision, changed_at=at.time_s)
 
 
 def _notice(fact: NodeNotice) -> str:

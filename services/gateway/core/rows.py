@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer
 
+from contracts.state.node import NodeDrain
+
 
 def _utc(time_s: float) -> datetime:
     return datetime.fromtimestamp(time_s, UTC)
@@ -137,6 +139,12 @@ class Node:
     #: Nodes with the same one do arithmetic with the same last bits.
     machine_digest: str = ""
     past_incarnations: list[str] = field(default_factory=list)
+    #: The last decision about its drain, as ``NodeDrain`` has it.
+    drain_decision: dict[str, Any] | None = None
+
+    @property
+    def last_drain(self) -> NodeDrain | None:
+        return None if self.drain_decision is None else NodeDrain.model_validate(self.drain_decision)
 
 
 @dataclass(frozen=True, slots=True)

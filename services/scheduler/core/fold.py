@@ -16,6 +16,7 @@ from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
+from contracts.state.node import next_drain
 from contracts.texts import held_up_text
 from services.scheduler.core.quota.quotas import periods_h
 from services.scheduler.core.state.cluster import (
@@ -36,8 +37,6 @@ from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of
 
-#: Strikes of a node that a run is to leave out at once: more than any policy forgives.
-EXCLUDED = 1_000_000
 #: Keys that look at what a run is expected to take.
 FORESEEING = frozenset({"shortest-predicted", "even-wait"})
 #: Alarms of ended runs that may remain before they are removed.
@@ -114,6 +113,8 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
         cluster.index.touch_nodes(holders)
         if isinstance(fact, node.NodeJoined):
             _joined(cluster, fact, time)
+        elif before is not None and isinstance(fact, node.NodeDraining | node.NodeUndrained):
+            before.last_drain = next_drain(before, fact)
         elif before is not None and before.incarnation == fact.incarnation:
             _change_node(cluster, before, fact, time)
         for run_id in holders:
@@ -244,7 +245,7 @@ def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
     """
     if (stalled := known.stalled) is not None:
         home = cluster.nodes.get(stalled.node_id)
-        return {home.incarnation: EXCLUDED if stalled.on_stall == "exclude" else 1} if home else {}
+        return {home.incarnation: 1} if home else {}
     failed = [
         part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.infrastructure_failure
     ]
@@ -321,6 +322,8 @@ def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> 
     current = fact.generation == known.generation and fact.node_id in known.parts
     if current and fact.on_stall != "observe" and known.preempting is None and known.stalled is None:
         known.stalled = fact
+        if fact.on_stall == "exclude":
+            known.excluded_nodes.add(fact.node_id)
 
 
 def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
@@ -406,6 +409,8 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
         if fact.generation == known.generation:
             for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
                 known.strikes.pop(home.incarnation if home else "", None)
+            if known.stalled is None:
+                known.excluded_nodes.difference_update(known.parts)
     if fact.generation == known.generation:
         known.staged.commit(ref.step)
         if fact.final:
@@ -500,6 +505,7 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         memory_bytes=fact.memory_bytes,
         datasets=set(fact.datasets),
         past_incarnations=past,
+        last_drain=old.last_drain if old is not None else None,
     )
     if old is not None:
         kept = set(fact.running)
@@ -527,8 +533,6 @@ def _change_node(cluster: Cluster, known: Node, fact: node.NodeFact, time: datet
         case node.NodeLost() | node.NodeLeft() if known.alive:
             known.state = "lost" if isinstance(fact, node.NodeLost) else "left"
             _lose_parts(cluster, known, set(), time)
-        case node.NodeDraining():
-            known.draining = True
         case node.NodeNotice():
             # A recommendation to leave is often followed by the order, which says how long there is.
             known.notice, known.noticed_at = fact, time

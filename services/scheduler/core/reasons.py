@@ -256,7 +256,9 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
 def _node_reason(node: Node) -> str:
     if node.unfit is not None:
         return node.unfit.reason
-    return f"{node.notice.source}: {node.notice.kind}" if node.notice is not None else ""
+    if node.notice is not None:
+        return f"{node.notice.source}: {node.notice.kind}"
+    return node.last_drain.reason if node.last_drain is not None and node.draining else ""
 
 
 def _slots(count: int) -> str:

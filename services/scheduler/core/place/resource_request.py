@@ -64,11 +64,9 @@ def _build_request(run: Run) -> ResourceRequest:
 
 def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
     """The nodes on which the run kept failing by no fault of its own, or is not to be again."""
-    # It may be queued and placed in one cycle: the strike is then not folded yet.
-    left = {run.stalled.node_id} if run.stalled is not None and run.stalled.on_stall == "exclude" else set()
     if not run.strikes:
-        return frozenset(left)
-    return frozenset(left).union(
+        return frozenset(run.excluded_nodes)
+    return frozenset(run.excluded_nodes).union(
         node.node_id
         for node in cluster.nodes.values()
         if run.strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after

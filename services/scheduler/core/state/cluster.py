@@ -12,6 +12,7 @@ from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
+from contracts.state.node import NodeDrain, is_drained
 from services.scheduler.core.state.arrays import RunArrays
 from services.scheduler.core.state.durations import History, RunKind
 from services.scheduler.core.state.fifo_waits import FifoWaits
@@ -129,12 +130,16 @@ class Run:
     array_id: str = ""
     #: Its promised start, for the next generation.
     reserved: RunReserved | None = None
-    #: Those of them that were no fault of the run; and how often in a row each node, by its
-    #: incarnation, was at fault.
+    #: Those of them that were no fault of the run.
     infrastructure_failures: int = 0
     #: Why the generation before failed before its first step; '' if it did not.
     last_start_failure: str = ""
+    #: How often in a row each node was at fault, by its incarnation: a restart may mend a full disk or a broken driver,
+    #: and a node that still fails the run is avoided again after as many failures.
     strikes: Counter[str] = field(default_factory=Counter)
+    #: Nodes that the run is to leave out, since it stalled there (``on_stall: exclude``), until it commits a checkpoint
+    #: there. By their ids: a restart of the agent does not show that the cause is gone.
+    excluded_nodes: set[str] = field(default_factory=set)
     #: Whom its ranks wait for, where, before they can begin; '' once they have.
     held_up: str = ""
     #: Why the current generation must restart: one of its ranks makes no step.
@@ -259,13 +264,17 @@ class Node:
     slots: int
     lease_ttl_s: float
     state: Literal["alive", "lost", "left"] = "alive"
-    draining: bool = False
-    #: The provider is about to take the machine away; and since when that is known.
+    #: The last decision about its drain; it outlives incarnations.
+    last_drain: NodeDrain | None = None
+    #: The provider is about to take the machine away; and since when that is known. Of this incarnation: an agent that
+    #: joins again repeats the notices that it has, and looks for those that its provider still shows.
     notice: node.NodeNotice | None = None
     noticed_at: datetime = EPOCH
-    #: A check of its devices failed.
+    #: A check of its devices failed. Of this incarnation: a new agent trusts no earlier check, and makes its own before
+    #: the ranks of a run start on a device.
     unfit: node.NodeUnfit | None = None
-    #: A step failed on it: nothing is placed here until it joins again.
+    #: A step failed on it: nothing is placed here until it joins again, with new facts to decide on. If a step fails on
+    #: those too, the node is quarantined again.
     quarantined: bool = False
     accelerator: str = "cpu"
     #: Nodes with the same one do arithmetic with the same last bits.
@@ -299,6 +308,11 @@ class Node:
     @property
     def alive(self) -> bool:
         return self.state == "alive"
+
+    @property
+    def draining(self) -> bool:
+        """Whether its runs are to leave it."""
+        return is_drained(self)
 
     @property
     def is_schedulable(self) -> bool:

@@ -117,7 +117,7 @@ class PlacementStep:
     def _fit(self, run: Run, request: ResourceRequest, count: int, shut: frozenset[str]) -> list[NodeSlots] | None:
         """Return slots for the run, if they are free and no run before it waits for them."""
         cycle = self.cycle
-        avoid = avoided(cycle.cluster, run, cycle.policy) if run.strikes or run.stalled else ()
+        avoid = avoided(cycle.cluster, run, cycle.policy) if run.strikes or run.excluded_nodes else ()
         # What is free only shrinks, and more nodes are closed: what did not fit will not fit.
         is_plain = not shut and self.reservations is None and not cycle.placer.windows
         if is_plain and cycle.misfits.get(request, count + 1) <= count:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from contracts.events.train import TrainRequested
+from services.kit.ports import PORT_RANGE
 from services.kit.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +94,16 @@ def test_what_is_mounted_exists() -> None:
         for volume in service.get("volumes") or ():
             source = volume.split(":")[0]
             assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], name
+
+
+def test_the_table_of_ports_is_that_of_the_compose_file() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    table = {int(port): whose for port, whose in re.findall(r"^\| (\d+) \| ([^|]+?) \|", text, re.MULTILINE)}
+    published = {int(port.rsplit(":", 1)[1]): name for name, each in SERVICES.items() for port in each.get("ports", ())}
+    assert published.items() <= table.items()
+    named = {
+        int(port)
+        for port in re.findall(r"(?:_PORT: \"|http://\w+:|nats://\w+:)(\d{4})", (ROOT / "compose.yaml").read_text())
+    }
+    assert named <= table.keys()
+    assert f"| {PORT_RANGE[0]} to {PORT_RANGE[1] - 1} |" in text

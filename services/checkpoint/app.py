@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 #: How often a part is looked at that cannot be understood, before it is refused. What passes by itself, a store that
 #: is away among it, is waited for however long it takes.
 MAX_ATTEMPTS = 12
+NOT_UNDERSTOOD = (ValueError, TypeError, LookupError)
 #: Runs whose backlog was gone through lately are remembered up to this many.
 MAX_REMEMBERED = 10_000
 
@@ -52,22 +53,13 @@ class Committer:
         self._bucket = settings.bucket_models
         self._verifier = Verifier(objects, settings)
         self._keeper = Keeper(bus, objects)
-        #: Run -> up to which sequence its staged parts were gone through, the newest first.
-        self._caught_up: dict[str, int] = {}
+        #: (run, generation) -> up to which sequence its staged parts were gone through, the newest first.
+        self._caught_up: dict[tuple[str, int], int] = {}
 
     async def on_checkpoint_staged(self, received: Message[CheckpointStaged]) -> None:
         """Commit the step if this part completes it; where newer ones were staged meanwhile, those first."""
-        try:
-            await self._on_staged(received)
-        except (ValueError, TypeError, LookupError) as error:
-            if received.deliveries < MAX_ATTEMPTS:
-                raise
-            # Nothing that passes: whoever waits for it shall know.
-            await self._refuse(received.event, f"it cannot be read: {error!r}", "error", received.envelope)
-
-    async def _on_staged(self, received: Message[CheckpointStaged]) -> None:
         staged, cause = received.event, received.envelope
-        if received.sequence <= self._caught_up.get(staged.run_id, 0):
+        if received.sequence <= self._caught_up.get((staged.run_id, staged.generation), 0):
             metrics.IGNORED.labels("known").inc()
             return
         last_placed = await self._bus.get_last_message(subjects.fact("run", staged.run_id, RunPlaced.fact))
@@ -87,9 +79,11 @@ class Committer:
             return
         placement = Placement(placed, last_placed.sequence)
         if await self._is_behind(received):
-            await self._catch_up(placement, cause)
+            await self._catch_up(placement, received)
             return
-        await self._commit(placement, staged, await read_parts(self._bus, staged.run_id, staged.step), cause)
+        parts = await read_parts(self._bus, staged.run_id, staged.step)
+        async with self._refused_in_the_end(staged, received):
+            await self._commit(placement, staged, parts, cause)
 
     async def _is_behind(self, received: Message[CheckpointStaged]) -> bool:
         """Whether a newer step of the same generation is staged already."""
@@ -97,25 +91,51 @@ class Committer:
         last = await self._bus.get_last_message(subjects.fact("run", staged.run_id, CheckpointStaged.fact))
         return last is not None and (last.event.generation, last.event.step) > (staged.generation, staged.step)
 
-    async def _catch_up(self, placement: Placement, cause: Envelope) -> None:
-        """Commit what was staged of a placement, the newest first, but for what retention would delete at once."""
-        placed = placement.placed
+    async def _catch_up(self, placement: Placement, received: Message[CheckpointStaged]) -> None:
+        """Commit what was staged of a placement, the newest first, but for what retention would delete at once.
+
+        A step that cannot be understood stops no other one; its error is raised at the end.
+        """
+        placed, errors = placement.placed, list[Exception]()
         subject = subjects.fact("run", placed.run_id, CheckpointStaged.fact)
         history = await self._bus.read_history(subject, start_sequence=placement.sequence)
-        parts: list[CheckpointStaged] = [message.event for message in history]
-        for first in newest_first(parts, placed.generation):
-            if await self._is_settled(first):
-                continue
-            of_step = [part for part in parts if part.step == first.step]
-            match assemble(placed, of_step, self._bucket):
-                case AssembledCheckpoint() as checkpoint if await self._is_superseded(placed, checkpoint):
-                    await self._supersede(first, cause)
-                case _:
-                    await self._commit(placement, first, of_step, cause)
+        # Another generation's parts may be among them already, if it was placed meanwhile: they are not gone through.
+        history = [message for message in history if message.event.generation == placed.generation]
+        for first, of_step in newest_first([message.event for message in history]):
+            try:
+                async with self._refused_in_the_end(first, received):
+                    await self._commit_unless_superseded(placement, first, of_step, received.envelope)
+            except NOT_UNDERSTOOD as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         if history:
             if len(self._caught_up) >= MAX_REMEMBERED:
                 self._caught_up.clear()
-            self._caught_up[placed.run_id] = history[-1].sequence
+            self._caught_up[placed.run_id, placed.generation] = history[-1].sequence
+
+    @asynccontextmanager
+    async def _refused_in_the_end(
+        self, staged: CheckpointStaged, received: Message[CheckpointStaged]
+    ) -> AsyncIterator[None]:
+        """Refuse the step that the block is about if it still cannot be understood at the last attempt."""
+        try:
+            yield
+        except NOT_UNDERSTOOD as error:
+            if received.deliveries < MAX_ATTEMPTS:
+                raise
+            await self._refuse(staged, f"it cannot be read: {error!r}", "error", received.envelope)
+
+    async def _commit_unless_superseded(
+        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+    ) -> None:
+        if await self._is_settled(staged):
+            return
+        match assemble(placement.placed, parts, self._bucket):
+            case AssembledCheckpoint() as checkpoint if await self._is_superseded(placement.placed, checkpoint):
+                await self._supersede(staged, cause)
+            case _:
+                await self._commit(placement, staged, parts, cause)
 
     async def _is_superseded(self, placed: RunPlaced, checkpoint: AssembledCheckpoint) -> bool:
         committed = await read_facts(self._bus, placed.run_id, CheckpointCommitted)
@@ -190,7 +210,7 @@ class Committer:
         await self._bus.publish(refused, cause)
 
     async def _supersede(self, staged: CheckpointStaged, cause: Envelope) -> None:
-        """Say that a checkpoint came too late to be kept: whoever waits for it need not."""
+        """Publish that a checkpoint came too late to be kept, so that nobody waits for it."""
         metrics.IGNORED.labels("superseded").inc()
         log.info("superseded before it was committed", step=staged.step, generation=staged.generation)
         reason = "newer ones were committed first, and retention would have deleted it at once"

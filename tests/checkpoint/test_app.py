@@ -18,7 +18,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import RunCompleted
 from contracts.spec.training import Retention
 from services.checkpoint.app import MAX_ATTEMPTS, Committer, build
-from services.checkpoint.core.commit import manifest_uri
+from services.checkpoint.core.commit import Blob, manifest_uri
 from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, TransientError
@@ -367,6 +367,44 @@ async def test_a_part_that_cannot_be_understood_is_refused_in_the_end(
     await rig.deliver([replace(messages[-1], deliveries=MAX_ATTEMPTS)])
     [refused] = await rig.facts("checkpoint_refused")
     assert "makes no sense" in refused.reason
+
+
+async def test_a_part_that_cannot_be_understood_stops_no_other_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.publish(placed(retention=Retention(last=9, best=0)))
+    messages = [message for step in (100, 200, 300) for message in await rig.stage(step)]
+    problem = rig.committer._verifier.problem
+
+    async def unreadable_at_200(blobs: dict[Blob, str]) -> str:
+        if any(blob.uri == blob_uri(rig.bucket, content(0, 200)) for blob in blobs):
+            raise ValueError("the answer of the store makes no sense")
+        return await problem(blobs)
+
+    monkeypatch.setattr(rig.committer._verifier, "problem", unreadable_at_200)
+    with pytest.raises(ValueError, match="makes no sense"):
+        await rig.deliver(messages[:1])
+    assert await rig.commits() == [(1, 300), (1, 100)]
+    # It is the step itself that is given up in the end, and not the one whose part is looked at.
+    await rig.deliver([replace(messages[0], deliveries=MAX_ATTEMPTS), replace(messages[2], deliveries=MAX_ATTEMPTS)])
+    assert [fact.step for fact in await rig.facts("checkpoint_refused")] == [200]
+
+
+async def test_a_generation_that_is_placed_during_a_sweep_is_committed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.publish(placed())
+    messages = [*await rig.stage(100), *await rig.stage(200)]
+    read_history, next_ones = rig.bus.read_history, list[Message[Any]]()
+
+    async def placed_again_meanwhile(subject: str, **kwargs: Any) -> list[Message[Any]]:
+        if kwargs.get("start_sequence") and not next_ones:
+            await rig.publish(placed(generation=2))
+            next_ones.extend(await rig.stage(300, generation=2))
+        return await read_history(subject, **kwargs)
+
+    monkeypatch.setattr(rig.bus, "read_history", placed_again_meanwhile)
+    await rig.deliver(messages)
+    await rig.deliver(next_ones)
+    assert (2, 300) in await rig.commits()
 
 
 async def test_what_the_run_is_completed_with_is_kept(rig: Rig) -> None:

@@ -16,14 +16,13 @@ from services.checkpoint.core.commit import AssembledCheckpoint
 from services.checkpoint.core.retention import judged_uris, plan
 
 
-def newest_first(staged: Iterable[CheckpointStaged], generation: int) -> list[CheckpointStaged]:
-    """Return the first part of each step of a generation: the final checkpoint, then by step, the newest first."""
+def newest_first(staged: Iterable[CheckpointStaged]) -> list[tuple[CheckpointStaged, list[CheckpointStaged]]]:
+    """Return each step's first part, and all of them: the final checkpoint, then by step, the newest first."""
     steps: dict[int, list[CheckpointStaged]] = defaultdict(list)
     for part in staged:
-        if part.generation == generation:
-            steps[part.step].append(part)
+        steps[part.step].append(part)
     order = sorted(steps, key=lambda step: (any(part.final for part in steps[step]), step), reverse=True)
-    return [steps[step][0] for step in order]
+    return [(steps[step][0], steps[step]) for step in order]
 
 
 def is_superseded(
@@ -36,14 +35,6 @@ def is_superseded(
 
     Only commits that stand count: a newer checkpoint that might yet be refused replaces nothing.
     """
-    candidate = CheckpointCommitted(
-        run_id=checkpoint.run_id,
-        generation=checkpoint.generation,
-        checkpoint=checkpoint.ref,
-        size_bytes=checkpoint.size_bytes,
-        metrics=checkpoint.metrics,
-        final=checkpoint.final,
-    )
-    all_of_them = [*committed, candidate]
+    all_of_them = [*committed, checkpoint.as_committed()]
     held = judged_uris(spec, all_of_them, deleted)
     return any(deletion.uri == checkpoint.ref.uri for deletion in plan(all_of_them, deleted, spec.retention, held))

@@ -80,6 +80,20 @@ class AssembledCheckpoint:
         """Every blob that is needed to get the files back, and the first file that needs it."""
         return blobs_of_files(self.files)
 
+    def as_committed(self, state_digest: str | None = None, manifest_sha256: str | None = None) -> CheckpointCommitted:
+        """Return the fact that commits it; without a manifest, as a candidate to be compared with others."""
+        return CheckpointCommitted(
+            run_id=self.run_id,
+            generation=self.generation,
+            checkpoint=self.ref,
+            size_bytes=self.size_bytes,
+            metrics=self.metrics,
+            final=self.final,
+            exactness=self.exactness,
+            state_digest=state_digest,
+            manifest_sha256=manifest_sha256,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SealedCheckpoint:
@@ -172,18 +186,7 @@ def seal(placed: RunPlaced, assembled: AssembledCheckpoint, digests: Mapping[str
     except ValueError as error:
         return Refusal(str(error))
     manifest = canonical_json({**assembled.body, "state_digest": state})
-    commit = CheckpointCommitted(
-        run_id=placed.run_id,
-        generation=placed.generation,
-        checkpoint=assembled.ref,
-        size_bytes=assembled.size_bytes,
-        metrics=assembled.metrics,
-        final=assembled.final,
-        exactness=assembled.exactness,
-        state_digest=state,
-        manifest_sha256=hashlib.sha256(manifest).hexdigest(),
-    )
-    return SealedCheckpoint(manifest, commit)
+    return SealedCheckpoint(manifest, assembled.as_committed(state, hashlib.sha256(manifest).hexdigest()))
 
 
 def manifest_uri(bucket: str, experiment: str, run_id: str, epoch: int, step: int, generation: int) -> str:

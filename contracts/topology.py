@@ -241,8 +241,9 @@ SERVICES: dict[str, ServiceEvents] = {
             run="held_up started stalled straggler starved released exited progress log checkpoint_staged "
             "checkpoint_repaired",
         ),
+        # Whether the log supports a placement follows from what was accepted and queued.
         follows=_events(
-            run="placed preempting completed failed cancelled "
+            run="accepted queued placed preempting completed failed cancelled "
             "checkpoint_committed checkpoint_refused checkpoint_rotten",
             node="lost draining",
         ),

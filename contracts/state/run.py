@@ -40,6 +40,7 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
+from contracts.spec.run import RunSpec
 from contracts.texts import held_up_text
 
 STATES = (
@@ -138,6 +139,29 @@ def change_run(run: RunLife, fact: Fact) -> Changes:
     if run.state in TERMINAL_STATES or (isinstance(fact, OF_HOLDERS) and run.state not in HOLDING_STATES):
         return None
     return _change_living(run, fact)
+
+
+def placement_problem(placed: RunPlaced, accepted: RunSpec | None, awaited_generation: int | None) -> str:
+    """Return why the log does not support a placement; '' if it does.
+
+    Whoever acts on a placement asks this first: who can publish on the bus can publish anything.
+
+    Args:
+        accepted: the request as it was accepted; None: it was not.
+        awaited_generation: the generation for which the run was queued when it was placed; None: it was not queued.
+    """
+    if accepted is None:
+        return f"run {placed.run_id} was never accepted"
+    if placed.spec != accepted:
+        return "its request is another one than was accepted"
+    if awaited_generation != placed.generation:
+        waits = "is not queued" if awaited_generation is None else f"waits for generation {awaited_generation}"
+        return f"generation {placed.generation} was placed, and the run {waits}"
+    ranks = [rank for member in placed.members for rank in member.ranks]
+    nodes = [member.node_id for member in placed.members]
+    if sorted(ranks) != list(range(placed.world_size)) or len(set(nodes)) != len(nodes):
+        return f"its members do not have the ranks 0 to {placed.world_size - 1}, each once"
+    return ""
 
 
 def _change_living(run: RunLife, fact: Fact) -> Changes:

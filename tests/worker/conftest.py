@@ -23,7 +23,16 @@ import pytest_asyncio
 
 from contracts import topology
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
-from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunPrepared, RunReleased
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunAccepted,
+    RunExited,
+    RunPlaced,
+    RunPrepared,
+    RunQueued,
+    RunReleased,
+)
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -74,7 +83,7 @@ class World:
             base = {"name": "fake"}
         return RunSpec.model_validate({**base, "grace_s": 5, **fields})
 
-    async def place(
+    def placement(
         self,
         run_id: str = "r1",
         generation: int = 1,
@@ -86,7 +95,7 @@ class World:
         **fields: Any,
     ) -> RunPlaced:
         members = members or (Member(node_id=self.settings.node_id, slots=slots, ranks=tuple(range(len(slots)))),)
-        placed = RunPlaced(
+        return RunPlaced(
             run_id=run_id,
             generation=generation,
             members=members,
@@ -98,8 +107,20 @@ class World:
             decided_at_sequence=0,
             decided_at=datetime(2026, 1, 1, tzinfo=UTC),
         )
+
+    async def place(self, *arguments: Any, **fields: Any) -> RunPlaced:
+        """Publish a placement, and before it what the log has of a run that is placed; see ``placement``."""
+        placed = self.placement(*arguments, **fields)
+        await self.support(placed)
         await self.bus.publish(placed)
         return placed
+
+    async def support(self, placed: RunPlaced) -> None:
+        """Publish what the log has of a run before it is placed."""
+        run_id, spec = placed.run_id, placed.spec
+        if await self.bus.get_last_sequence(f"run.{run_id}.accepted") == 0:
+            await self.bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+        await self.bus.publish(RunQueued(run_id=run_id, next_generation=placed.generation, reason="new", failures=0))
 
     async def facts(self, run_id: str = "r1", stream: str = "FACTS", subject: str = "run.{}.*") -> list[Any]:
         return [each.event for each in await self.bus.read_history(subject.format(run_id), stream=stream)]

@@ -223,6 +223,8 @@ class Agent:
         """Act on the facts and save the position; return whether the node must join again."""
         rejoin = False
         for message in batch:
+            if await self._generations.is_unsupported(message):
+                continue
             self._repairer.handle_fact(message.event)
             rejoin |= self._generations.apply(message)
         if batch:

@@ -9,8 +9,10 @@ from typing import Any
 import structlog
 
 from contracts import subjects
+from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced
+from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced, RunQueued, RunReleased
+from contracts.state.run import placement_problem
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
 from services.worker import metrics
@@ -125,6 +127,68 @@ class GenerationSupervisor:
         return max((runner.placed.spec.grace_s for runner in self._runners.values()), default=0)
 
     # -- facts --------------------------------------------------------------
+
+    async def is_unsupported(self, message: Message[Any]) -> bool:
+        """Whether nothing in the log supports a fact on which this node would act. Anybody can publish one."""
+        event = message.event
+        if isinstance(event, RunPlaced):
+            if not any(member.node_id == self._context.settings.node_id for member in event.members):
+                return False
+            problem = await self._placement_problem(event, message)
+        else:
+            problem = self._end_problem(event)
+        if problem:
+            metrics.UNSUPPORTED.labels(event.fact).inc()
+            log.warning("a fact that nothing supports, ignored", run_id=event.run_id, fact=event.fact, problem=problem)
+        return bool(problem)
+
+    async def _placement_problem(self, placed: RunPlaced, message: Message[Any]) -> str:
+        names = [subjects.fact("run", placed.run_id, fact.fact) for fact in (RunAccepted, RunQueued)]
+        last = self._context.bus.get_last_message
+        problem = _find_problem(placed, message.sequence, *await asyncio.gather(*map(last, names)))
+        if not problem:
+            return ""
+        # A replica of the stream may lag behind; a consumer does not.
+        accepted, queued = [await self._last_in_history(name) for name in names]
+        problem = _find_problem(placed, message.sequence, accepted, queued)
+        known = self.state.generations.get(placed.run_id)
+        if problem and accepted is not None and (known is None or known.generation < placed.generation):
+            await self._release_unsupported(placed, message, queued)
+        return problem
+
+    async def _last_in_history(self, subject: str) -> Message[Any] | None:
+        found = await self._context.bus.read_history(subject)
+        return found[-1] if found else None
+
+    async def _release_unsupported(self, placed: RunPlaced, message: Message[Any], queued: Message[Any] | None) -> None:
+        """Answer a placement that is not executed, where the scheduler takes it for its own and holds slots for it."""
+        name = subjects.fact("run", placed.run_id, RunPlaced.fact)
+        is_awaited = queued is not None and queued.event.next_generation == placed.generation
+        if not is_awaited:
+            earlier = [each for each in await self._context.bus.read_history(name) if each.sequence < message.sequence]
+            is_awaited = placed.generation == 1 and not earlier
+        if is_awaited:
+            detail = "the log does not support the placement: nothing was started"
+            node_id = self._context.settings.node_id
+            released = RunReleased(
+                run_id=placed.run_id, generation=placed.generation, node_id=node_id, clean=False, detail=detail
+            )
+            await self._context.bus.publish(released, message.envelope)
+
+    def _end_problem(self, event: Event) -> str:
+        """Why a run cannot have ended: its ranks run here, and this node has not reported their end."""
+        if not isinstance(event, RunCompleted | RunFailed | RunCancelled):
+            return ""
+        here = self.state.generations.get(event.run_id)
+        if here is None or here.has_ended:
+            return ""
+        runner = self._runners.get((here.run_id, here.generation))
+        if runner is None or runner.has_report:
+            return ""
+        if not isinstance(event, RunCompleted):
+            # Whoever said so, the scheduler gets an answer: it may have put the run aside and cancelled it.
+            runner.stop(0, f"the run is {event.fact}")
+        return "its ranks have not ended on this node"
 
     def apply(self, message: Message[Any]) -> bool:
         """Act on a fact; return whether the node must join again."""
@@ -244,6 +308,15 @@ class GenerationSupervisor:
         shares = [len(runner.member.slots) * runner.placed.spec.resources.share for runner in running]
         metrics.SLOTS_USED.set(sum(shares))
         metrics.RANKS_RUNNING.set(sum(len(runner.pids) for runner in running))
+
+
+def _find_problem(placed: RunPlaced, sequence: int, accepted: Message[Any] | None, queued: Message[Any] | None) -> str:
+    """Return why the last ``accepted`` and ``queued`` of its run do not support a placement; '' if they do."""
+    if queued is not None and queued.event.next_generation > placed.generation:
+        return ""  # it is over, as is found out before anything is started
+    awaited = queued.event.next_generation if queued is not None and queued.sequence < sequence else None
+    spec = accepted.event.spec if accepted is not None and accepted.sequence < sequence else None
+    return placement_problem(placed, spec, awaited)
 
 
 def _apply_to_runner(decision: node_decisions.GenerationDecision, runner: GenerationRunner) -> None:

@@ -123,6 +123,11 @@ class GenerationRunner:
         self._requests.drop(reason)
 
     @property
+    def has_report(self) -> bool:
+        """Whether the end of the ranks is known, and will be published if it is not yet."""
+        return self._reports.read() is not None
+
+    @property
     def pids(self) -> list[int]:
         """Processes of ranks that have not ended."""
         return [process.pid for process in self._group.running]

@@ -1,0 +1,60 @@
+"""Facts that somebody else has published: an agent acts on none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunReleased, RunStarted
+from tests.kit.support import until
+from tests.worker.conftest import World
+
+
+def ignored(fact: str) -> float:
+    return REGISTRY.get_sample_value("trainbus_worker_unsupported_facts_total", {"fact": fact}) or 0.0
+
+
+async def test_a_placement_that_nothing_supports_is_not_executed(world: World, agent: Any, tmp_path: Path) -> None:
+    await agent()
+    canary, before = tmp_path / "canary", ignored("placed")
+    touch = ["touch", str(canary)]
+    # Never accepted; accepted with another command; of a generation that nobody waits for.
+    await world.bus.publish(world.placement("never", command=touch))
+    await world.support(world.placement("other", command=["true"]))
+    await world.bus.publish(world.placement("other", command=touch))
+    await world.support(world.placement("later", command=touch))
+    await world.bus.publish(world.placement("later", generation=2, command=touch))
+    await until(lambda: ignored("placed") == before + 3, "the lies to be found out")
+    # The scheduler takes the second one for its own: it gets an answer, and places the run again.
+    released = await world.wait_for(RunReleased, "other")
+    assert (released.generation, released.clean) == (1, False)
+    await world.place("other", generation=2, command=["true"])
+    assert (await world.wait_for(RunExited, "other")).outcome == "succeeded"
+    assert not canary.exists()
+    for run_id in ("never", "later"):
+        assert not any(isinstance(fact, RunStarted | RunExited | RunReleased) for fact in await world.facts(run_id))
+
+
+async def test_a_run_is_not_completed_while_its_ranks_run(world: World, agent: Any) -> None:
+    await agent()
+    before = ignored("completed")
+    await world.place(params={"steps": 20, "hold_at": 5})
+    await world.wait_steps(5)
+    await world.bus.publish(RunCompleted(run_id="r1", generation=1))
+    await until(lambda: ignored("completed") == before + 1, "the lie to be found out")
+    (world.settings.data_dir.resolve() / "runs" / "r1" / "g1" / "go").touch()
+    exited = await world.wait_for(RunExited)
+    assert (exited.outcome, exited.step) == ("succeeded", 20)
+
+
+@pytest.mark.parametrize("end", [RunFailed(run_id="r1", reason="a lie"), RunCancelled(run_id="r1", reason="a lie")])
+async def test_whoever_ends_a_run_the_scheduler_gets_an_answer(world: World, agent: Any, end: Any) -> None:
+    await agent()
+    await world.place(params={"steps": 1_000_000})
+    await world.wait_steps(5)
+    await world.bus.publish(end)
+    # Its slots are not held for ever, whatever the scheduler believes.
+    await world.wait_for(RunReleased)

@@ -218,7 +218,9 @@ CLIENTS = "clients"
 SERVICES: dict[str, ServiceEvents] = {
     "scheduler": ServiceEvents(
         publishes=_events(
-            run="accepted rejected queued waiting reserved placed preempting cancelling completed failed cancelled",
+            run="accepted rejected queued waiting reserved placed preempting cancelling completed failed cancelled "
+            # Of parts that only the scheduler, or only the agent of the node takes to run.
+            "released",
             node="lost draining undrained",
             capacity="wanted",
             policy="adopted",
@@ -243,7 +245,7 @@ SERVICES: dict[str, ServiceEvents] = {
         ),
         # Whether the log supports a placement follows from what was accepted and queued.
         follows=_events(
-            run="accepted queued placed preempting completed failed cancelled "
+            run="accepted queued placed preempting released exited completed failed cancelled "
             "checkpoint_committed checkpoint_refused checkpoint_rotten",
             node="lost draining",
         ),

@@ -10,7 +10,9 @@ What is decided about a node is bound to its id or to one incarnation of its age
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
@@ -117,3 +119,27 @@ def drain_in_force(node: NodeLife) -> NodeDrain | None:
 def incarnations_before(node: NodeLife | None) -> list[str]:
     """Return the past incarnations of a node that has just joined again, the newest last."""
     return [] if node is None else [*node.past_incarnations, node.incarnation][-MAX_PAST_INCARNATIONS:]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatement:
+    """What an agent says of itself at each renewal of its lease. The scheduler compares it with what it believes."""
+
+    node_id: str
+    #: The agent has acted on every fact up to this sequence.
+    position: int
+    #: (run, generation) of what it runs, or has not reported yet.
+    running: tuple[tuple[str, int], ...]
+
+    def as_lease_data(self) -> dict[str, str]:
+        """Return it as the record of a lease holds it."""
+        return {"node_id": self.node_id, "position": str(self.position), "running": json.dumps(self.running)}
+
+    @classmethod
+    def from_lease_data(cls, data: Mapping[str, str]) -> NodeStatement | None:
+        """Return what a record says; None if it says nothing that can be understood, as of an older agent."""
+        try:
+            running = tuple((str(run_id), int(generation)) for run_id, generation in json.loads(data["running"]))
+            return cls(str(data["node_id"]), int(data["position"]), running)
+        except (KeyError, ValueError, TypeError):
+            return None

@@ -8,6 +8,7 @@ The scheduler folds the same facts into an indexed cluster, which agrees (``test
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,7 +41,6 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
-from contracts.spec.run import RunSpec
 from contracts.texts import held_up_text
 
 STATES = (
@@ -89,7 +89,9 @@ class RunLife(Protocol):
     @property
     def generation(self) -> int: ...
     @property
-    def next_generation(self) -> int: ...
+    def next_generation(self) -> int | None: ...
+    @property
+    def unfinished(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +100,25 @@ class RunState:
 
     state: str = "requested"
     generation: int = 0
-    #: What its next placement will be, while it is queued.
-    next_generation: int = 0
+    #: What its next placement will be, while it is queued; None: this view does not read ``queued``.
+    next_generation: int | None = 0
+    #: Nodes of its placement whose ranks have not ended well: while there are any, it cannot be completed.
+    unfinished: tuple[str, ...] = ()
     #: Failures by the run's own fault.
     failures: int = 0
     #: Why it is where it is: a failure, a preemption, a rejection.
     reason: str | None = None
 
 
+NEVER_QUEUED = RunState(next_generation=None)
+
+
 class RunStates(dict[str, RunState]):
-    """The lives of runs by their ids."""
+    """The lives of runs by their ids, for a view that reads ``placed``, ``exited`` and the ends, and not ``queued``."""
 
     def apply(self, fact: RunFact) -> bool:
         """Fold one fact. Return whether it counts."""
-        run = self.get(fact.run_id, RunState())
+        run = self.get(fact.run_id, NEVER_QUEUED)
         if (changes := change_run(run, fact)) is None:
             return False
         self[fact.run_id] = replace(run, **changes) if changes else run
@@ -141,21 +148,16 @@ def change_run(run: RunLife, fact: Fact) -> Changes:
     return _change_living(run, fact)
 
 
-def placement_problem(placed: RunPlaced, accepted: RunSpec | None, awaited_generation: int | None) -> str:
-    """Return why the log does not support a placement; '' if it does.
+def placement_problem(placed: RunPlaced, queued_generation: int | None) -> str:
+    """Return why nobody may act on a placement; '' if it is one that the scheduler can have made.
 
     Whoever acts on a placement asks this first: who can publish on the bus can publish anything.
 
     Args:
-        accepted: the request as it was accepted; None: it was not.
-        awaited_generation: the generation for which the run was queued when it was placed; None: it was not queued.
+        queued_generation: the generation for which the run was queued before; None: it was not.
     """
-    if accepted is None:
-        return f"run {placed.run_id} was never accepted"
-    if placed.spec != accepted:
-        return "its request is another one than was accepted"
-    if awaited_generation != placed.generation:
-        waits = "is not queued" if awaited_generation is None else f"waits for generation {awaited_generation}"
+    if queued_generation != placed.generation:
+        waits = f"waits for generation {queued_generation}" if queued_generation else "was not queued"
         return f"generation {placed.generation} was placed, and the run {waits}"
     ranks = [rank for member in placed.members for rank in member.ranks]
     nodes = [member.node_id for member in placed.members]
@@ -178,9 +180,11 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
         case RunQueued():
             return _queue(run, fact)
         case RunPlaced():
-            if fact.generation <= run.generation:
+            awaited = run.generation + 1 if run.next_generation is None else run.next_generation
+            if fact.generation <= run.generation or placement_problem(fact, awaited):
                 return None
-            return {"generation": fact.generation} | _unless_cancelling(run, state="placed", reason=None)
+            placed = {"generation": fact.generation, "unfinished": tuple(each.node_id for each in fact.members)}
+            return placed | _unless_cancelling(run, state="placed", reason=None)
         case RunWaiting() | RunReserved():
             return {} if fact.next_generation > run.generation else None
         case RunHeldUp():
@@ -192,12 +196,15 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
             return (
                 None if run.state == "preempting" else _unless_cancelling(run, state="preempting", reason=fact.reason)
             )
-        case RunExited(outcome="failed", reason=reason) if reason:
+        case RunExited(outcome="succeeded"):
+            return {"unfinished": tuple(node_id for node_id in run.unfinished if node_id != fact.node_id)}
+        case RunExited(reason=reason) if reason:
             return _unless_cancelling(run, reason=reason)
         case RunCancelling():
             return {"state": "cancelling", "reason": fact.reason} if run.state != "cancelling" else None
         case RunCompleted():
-            return {"state": "completed", "reason": None} if fact.generation >= run.generation else None
+            counts = fact.generation == run.generation > 0 and not run.unfinished
+            return {"state": "completed", "reason": None} if counts else None
         case RunFailed():
             # Generation 0: it failed before it was placed.
             counts = fact.generation == 0 or fact.generation >= run.generation
@@ -209,7 +216,7 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
 
 def _queue(run: RunLife, fact: RunQueued) -> Changes:
     known = run.state == "queued" and fact.next_generation == run.next_generation
-    if known or fact.next_generation <= run.generation:
+    if known or fact.next_generation != run.generation + 1:
         return None
     reason = None if fact.reason == "new" else fact.reason
     counted = {"next_generation": fact.next_generation, "failures": fact.failures}

@@ -14,7 +14,7 @@ from contracts.events.checkpoint import (
     CheckpointRefused,
     CheckpointStaged,
 )
-from contracts.events.run import RunEvaluated, RunExited
+from contracts.events.run import RunEvaluated
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import BLOBS
 from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
@@ -29,7 +29,6 @@ log = structlog.get_logger(__name__)
 
 LEDGER = (
     *HOLDING,
-    RunExited,
     RunEvaluated,
     CheckpointStaged,
     CheckpointCommitted,

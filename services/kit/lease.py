@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -52,12 +52,13 @@ class Lease:
         ttl_s: float,
         *,
         clock: Clock | None = None,
-        data: dict[str, str] | None = None,
+        data: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
+        """``data``: what the record says besides, asked anew at each renewal."""
         self.key, self.holder, self.ttl_s = key, holder, ttl_s
         self._bucket = bucket
         self._clock: Clock = clock or SystemClock()
-        self._data = data or {}
+        self._data = data or dict
         self._revision: int | None = None
         self._renewed_at = 0.0
         self._watch = LeaseWatch(self._clock)
@@ -155,7 +156,7 @@ class Lease:
             await self.release()
 
     def _value(self) -> bytes:
-        return json.dumps({"holder": self.holder, "ttl_s": self.ttl_s, "data": self._data}).encode()
+        return json.dumps({"holder": self.holder, "ttl_s": self.ttl_s, "data": dict(self._data())}).encode()
 
 
 class LeaseWatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
@@ -14,14 +15,16 @@ from nats.js.errors import APIError
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
+from contracts.events.run import RunReleased
 from contracts.scheduling import Policy
+from contracts.state.node import NodeStatement
 from services.kit.bus import Bus, Conflict, ExpectedSequence, TransientError
 from services.kit.concurrency import cancel_and_wait
-from services.kit.lease import Lease, LeaseWatch, read_records
+from services.kit.lease import Lease, LeaseRecord, LeaseWatch, read_records
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
-from services.scheduler.core.decide import lost_nodes, unresponsive_nodes
+from services.scheduler.core.decide import disputed_parts, lost_nodes, unresponsive_nodes
 from services.scheduler.core.decisions import (
     MAX_FACTS_PER_CYCLE,
     NOTHING_LEFT,
@@ -31,7 +34,7 @@ from services.scheduler.core.decisions import (
     lost_fact,
 )
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
-from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.publisher import PendingFact, Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
@@ -79,6 +82,8 @@ class Leader:
         self._lease: Lease | None = None
         #: Since when the bus has carried the agents' facts to us without a pause, in the log's time.
         self._reachable_since: datetime | None = None
+        #: Up to which revision of each agent's lease it was compared with the log, by the holder.
+        self._compared: dict[str, int] = {}
         self._last_cycle_s = 0.0
         self._left_over = NOTHING_LEFT
 
@@ -203,10 +208,12 @@ class Leader:
         while True:
             await asyncio.sleep(LEASE_POLL_S)
             try:
-                expired = await asyncio.wait_for(self._expired(watch), 2.0)
+                alive = [node for node in self.cache.cluster.nodes.values() if node.alive]
+                records = await asyncio.wait_for(read_records(self.bus, NODE_LEASES), 2.0) if alive else {}
             except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
                 log.info("node leases not read", error=repr(error))
                 continue
+            expired = _expired(watch, alive, records)
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
                 # No node could renew, or we could not read: every lease gets its full time again.
@@ -216,19 +223,35 @@ class Leader:
                     unresponsive_nodes, self.cache.now(), self.policy, self.reachable_since
                 )
                 await self._lose(lost_nodes(self.cache.cluster, expired) + unresponsive)
+                await self._settle_disputes(records)
 
-    async def _expired(self, watch: LeaseWatch) -> set[str]:
-        alive = [node for node in self.cache.cluster.nodes.values() if node.alive]
-        records = await read_records(self.bus, NODE_LEASES) if alive else {}
-        keys = {node.node_id: f"{NODE_LEASES}{node.node_id}" for node in alive}
-        # A new incarnation has its own lease, independent of the last one's record.
-        return {
-            node.node_id
-            for node in alive
-            if watch.is_expired(
-                f"{keys[node.node_id]}/{node.incarnation}", records.get(keys[node.node_id]), node.lease_ttl_s
-            )
-        }
+    async def _settle_disputes(self, records: Mapping[str, LeaseRecord]) -> None:
+        """Free what only a node's agent, or only we take to run: an agent that reads it ends what it runs of it."""
+        said = [(record, statement) for record in records.values() if (statement := self._new_statement(record))]
+        if any(disputed_parts(self.cache.cluster, each.node_id, record.holder, each) for record, each in said):
+            # What was said may follow from facts that we have not folded yet.
+            await self.cache.catch_up()
+        for record, each in said:
+            for run_id, generation in disputed_parts(self.cache.cluster, each.node_id, record.holder, each):
+                await self._release(each.node_id, run_id, generation)
+        self._compared = {record.holder: record.revision for record in records.values()}
+
+    def _new_statement(self, record: LeaseRecord) -> NodeStatement | None:
+        is_new = self._compared.get(record.holder) != record.revision
+        return NodeStatement.from_lease_data(record.data) if is_new else None
+
+    async def _release(self, node_id: str, run_id: str, generation: int) -> None:
+        runs = (run_id, generation) not in self.cache.cluster.nodes[node_id].allocations
+        who = "agent" if runs else "scheduler"
+        detail = "its agent ran what was not placed there" if runs else "its agent does not run it"
+        log.error("a node and the log disagree", node_id=node_id, run_id=run_id, generation=generation, detail=detail)
+        released = RunReleased(run_id=run_id, generation=generation, node_id=node_id, clean=False, detail=detail)
+        try:
+            await self.bus.publish(released)
+        except TransientError as error:
+            log.warning("not published, the next renewal tells again", error=str(error))
+            return
+        metrics.DISPUTES.labels(who).inc()
 
     async def _lose(self, decisions: list[LoseNode]) -> None:
         for decision in decisions:
@@ -239,3 +262,15 @@ class Leader:
                 log.warning("not published, trying again", node_id=decision.node_id, error=str(error))
                 return
             await self.cache.wait_for_sequence(ack.sequence)
+
+
+def _expired(watch: LeaseWatch, alive: Sequence[Node], records: Mapping[str, LeaseRecord]) -> set[str]:
+    keys = {node.node_id: f"{NODE_LEASES}{node.node_id}" for node in alive}
+    # A new incarnation has its own lease, independent of the last one's record.
+    return {
+        node.node_id
+        for node in alive
+        if watch.is_expired(
+            f"{keys[node.node_id]}/{node.incarnation}", records.get(keys[node.node_id]), node.lease_ttl_s
+        )
+    }

@@ -24,6 +24,11 @@ COMMIT_LAG_STEPS = Gauge(
     "Steps that the newest commit is behind what is staged; the largest of all runs.",
 )
 HELD_UP_RUNS = Gauge("trainbus_scheduler_held_up_runs", "Placed runs whose ranks wait for some that do not come.")
+DISPUTES = counter(
+    "trainbus_scheduler_disputed_parts_total",
+    "Parts of runs that only the scheduler, or only the node's agent, took to run on a node: they were freed.",
+    who=("scheduler", "agent"),
+)
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
 PREEMPTIONS = counter(
     "trainbus_scheduler_preemptions_total",

@@ -20,7 +20,7 @@ PLACEMENTS = counter(
 UNSUPPORTED = counter(
     "trainbus_worker_unsupported_facts_total",
     "Facts on which this node would have acted and that nothing in the log supports: somebody else published them.",
-    fact=("placed", "completed", "failed", "cancelled"),
+    fact=("placed", "completed"),
 )
 RANK_STARTS = counter(
     "trainbus_worker_rank_starts_total", "Ranks started, by way: warm (forked) or cold.", way=("warm", "cold")

@@ -286,8 +286,12 @@ GARBAGE: dict[str, tuple[list[Any], bool]] = {
         True,
     ),
     "staged, and its run is over": (
-        [(placed(), 9), (staged(B, "a"), 9), (RunCompleted(run_id=RUN, generation=1), 8)],
+        [(placed(), 9), (staged(B, "a"), 9), (RunFailed(run_id=RUN, generation=1, reason="broke"), 8)],
         True,
+    ),
+    "staged, and somebody says that its run is over": (
+        [(placed(), 9), (staged(B, "a"), 9), (RunCompleted(run_id=RUN, generation=1), 8)],
+        False,
     ),
     "manifest gone just now, so perhaps somebody's base": (
         [(placed(), 9), (staged(B, "a"), 9), (committed(100), 9), (removed(100), 1)],

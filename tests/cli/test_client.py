@@ -32,6 +32,7 @@ from contracts.spec.training import Retention
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
+from tests.lives import supported
 from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import find_checkpoint, pin_checkpoint, select_checkpoints
@@ -73,7 +74,8 @@ def progress(
 async def test_wait_returns_the_end_of_a_run(client: AsyncClient, bus: Bus) -> None:
     await accept(bus)
     waiting = asyncio.create_task(client.wait("digits", timeout_s=30))
-    await bus.publish(RunCompleted(run_id=RUN, generation=1, metrics={"loss": 0.5}))
+    for fact in supported(RunCompleted(run_id=RUN, generation=1, metrics={"loss": 0.5})):
+        await bus.publish(fact)
     ended = await waiting
     assert (ended.run_id, ended.state, ended.metrics) == (RUN, "completed", {"loss": 0.5})
 

@@ -25,12 +25,14 @@ from contracts.events.run import (
     RunLog,
     RunPlaced,
     RunProgress,
+    RunQueued,
     RunStarted,
 )
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
 from services.kit.settings import Settings
+from tests.lives import supported
 from trainbus import AsyncClient
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import derive_run_id
@@ -85,6 +87,9 @@ def progress(step: int, epoch: int = 0, generation: int = 1, **values: float) ->
 
 async def publish(bus: Bus, *facts: Any) -> None:
     for fact in facts:
+        if isinstance(fact, RunPlaced):
+            # A placement that nobody waits for does not count.
+            await bus.publish(RunQueued(run_id=fact.run_id, next_generation=fact.generation))
         await bus.publish(fact)
 
 
@@ -210,7 +215,7 @@ async def test_output_is_selected(client: AsyncClient, bus: Bus) -> None:
     assert await lines(since=datetime.now(UTC) + timedelta(minutes=1)) == []
     with pytest.raises(UsageError, match="no regular expression"):
         await lines(pattern="(")
-    await publish(bus, COMPLETED)
+    await publish(bus, *supported(COMPLETED))
     assert await lines(follow=True, tail=1) == ["epoch 2"]
 
 
@@ -235,7 +240,7 @@ async def test_metrics_of_cancelled_runs_and_of_scripts_are_listed(client: Async
 
 async def test_a_result_stands_over_the_last_progress(client: AsyncClient, bus: Bus) -> None:
     completed = COMPLETED.model_copy(update={"metrics": {"loss": 0.1}})
-    await publish(bus, accepted(), placed(), progress(10, loss=0.5, accuracy=0.9), completed)
+    await publish(bus, accepted(), placed(), progress(10, loss=0.5, accuracy=0.9), EXITED, completed)
     assert (await client.run(RUN)).metrics == {"loss": 0.1, "accuracy": 0.9}
 
 
@@ -337,7 +342,7 @@ async def test_a_follower_of_a_request_learns_why_nothing_happens(
     run_id = derive_run_id(await client.connection.publish_request(TrainRequested(name="digits", command=["true"])))
 
     async def answer(connection: Any) -> str:
-        await publish(bus, accepted(run_id), RunCompleted(run_id=run_id, generation=1))
+        await publish(bus, accepted(run_id), *supported(RunCompleted(run_id=run_id, generation=1)))
         return "no scheduler answers"
 
     monkeypatch.setattr(run_output, "explain_requested", answer)
@@ -349,7 +354,7 @@ async def test_a_follower_of_a_request_learns_why_nothing_happens(
 
 
 async def test_waiting_ends_with_the_outcome(client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
-    await publish(bus, accepted(), COMPLETED, accepted("r2"), RunFailed(run_id="r2", reason="it broke"))
+    await publish(bus, accepted(), *supported(COMPLETED), accepted("r2"), RunFailed(run_id="r2", reason="it broke"))
     assert await wait_for_runs(client, [RUN], "ended", None, as_json=False) == REACHED
     assert await wait_for_runs(client, [RUN, "r2"], "ended", None, as_json=False) == MISSED
     assert "r2 digits failed: it broke" in capsys.readouterr().out

@@ -72,6 +72,7 @@ def committed(generation: int, step: int) -> CheckpointCommitted:
     return CheckpointCommitted(run_id="r1", generation=generation, checkpoint=ref, size_bytes=1)
 
 
+QUEUED = RunQueued(run_id="r1", next_generation=1)
 FULL = placed(1, [("n0", (0, 1)), ("n1", (0, 1))])
 SMALL = placed(2, [("n1", (0, 1))])
 LET_GO = [RunReleased(run_id="r1", generation=1, node_id=node, step=10) for node in ("n0", "n1")]
@@ -79,7 +80,7 @@ LIFE = [
     joined("n0"),
     joined("n1"),
     accepted(),
-    RunQueued(run_id="r1", next_generation=1),
+    QUEUED,
     FULL,
     RunStarted(run_id="r1", generation=1, node_id="n0"),
     committed(1, 5),
@@ -156,11 +157,11 @@ def test_a_waiting_run_says_why_and_a_failed_one_too() -> None:
 
 
 def test_a_lost_node_holds_nothing_and_news_of_an_old_life_are_ignored() -> None:
-    now = board(joined("n0"), FULL, NodeLost(node_id="n0", incarnation="i1"))
+    now = board(joined("n0"), QUEUED, FULL, NodeLost(node_id="n0", incarnation="i1"))
     assert (now.nodes["n0"].state, now.nodes["n0"].busy) == ("lost", {})
     now = board(joined("n0"), joined("n0", "i2"), NodeLost(node_id="n0", incarnation="i1"))
     assert now.nodes["n0"].state == "up"
-    again = board(joined("n0"), FULL, joined("n0", "i2", running=(("r1", 1),)))
+    again = board(joined("n0"), QUEUED, FULL, joined("n0", "i2", running=(("r1", 1),)))
     assert len(again.nodes["n0"].busy) == 2
 
 
@@ -223,6 +224,7 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     shown = board(
         NodeJoined(**node, address="h", slots=2, lease_ttl_s=3),
         accepted().model_copy(update={"spec": spec}),
+        QUEUED,
         placed(1, [("n1", (0, 1))]),
         RunStarted(**start, generation=1, exactness="exact", environment={"cpu": "AVX512"}),
         CheckpointCommitted(
@@ -242,8 +244,10 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     assert "n1 about to be taken away within 120 s (spot: terminate)" in text
     again = board(
         accepted().model_copy(update={"spec": spec}),
+        QUEUED,
         placed(1, [("n1", (0,))]),
         RunStarted(**start, generation=1, exactness="exact", environment={"cpu": "AVX512"}),
+        RunQueued(run_id="r1", next_generation=2, reason="crashed"),
         placed(2, [("n2", (0,))]),
         RunStarted(
             **{**start, "node_id": "n2", "environment_digest": "f" * 64}, generation=2, environment={"cpu": "AVX2"}

@@ -35,7 +35,7 @@ from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.model import champion_of, rollback_target
 from contracts.state.node import NodeDrain, is_drained, next_drain, next_node_state
-from contracts.state.run import RunState, RunStates, change_run, reduce_run
+from contracts.state.run import RunState, RunStates, change_run, placement_problem, reduce_run
 from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
@@ -53,10 +53,10 @@ def accepted(spec: RunSpec = PLAIN) -> RunAccepted:
     return RunAccepted(run_id=RUN, spec=spec, request_id="q", request_source="s")
 
 
-def placed(generation: int) -> RunPlaced:
+def placed(generation: int, world_size: int = 1) -> RunPlaced:
     member = Member(node_id="n1", slots=(0,), ranks=(0,))
     return RunPlaced(
-        run_id=RUN, generation=generation, members=(member,), world_size=1, spec=PLAIN, decided_at_sequence=0,
+        run_id=RUN, generation=generation, members=(member,), world_size=world_size, spec=PLAIN, decided_at_sequence=0,
         decided_at=START,
     )  # fmt: skip
 
@@ -107,9 +107,11 @@ class History:
                 self.cancel()
                 self.add(RunCancelled(run_id=RUN, reason="asked"))
                 return False
+        self.lie()
         self.generation += 1
         self.add(placed(self.generation))
         generation = {"run_id": RUN, "generation": self.generation}
+        self.lie()
         if self.choose("stays placed", "starts", "starts") == "stays placed":
             return False
         self.add(RunStarted(**generation, node_id="n1"))
@@ -142,6 +144,18 @@ class History:
             return False
         self.queue("crashed")
         return True
+
+    def lie(self) -> None:
+        """Add a fact that the scheduler cannot have published now: it does not count."""
+        lies: dict[str, Fact] = {
+            "completed": RunCompleted(run_id=RUN, generation=self.generation),
+            "completed later": RunCompleted(run_id=RUN, generation=self.generation + 1),
+            "placed later": placed(self.generation + 2),
+            "ranks missing": placed(self.generation + 1, world_size=2),
+            "queued later": RunQueued(run_id=RUN, next_generation=self.generation + 3),
+        }
+        if (lie := self.choose("none", *lies)) != "none":
+            self.add(lies[lie])
 
     def stale(self) -> None:
         """Add late facts of the generation before: they do not count."""
@@ -178,6 +192,8 @@ def state_of(run: Any) -> str:
 
 
 LIVING = [accepted(), RunQueued(run_id=RUN, next_generation=1), placed(1)]
+SUCCEEDED = RunExited(run_id=RUN, generation=1, node_id="n1", outcome="succeeded")
+COMPLETED = RunCompleted(run_id=RUN, generation=1)
 
 
 def life_of(*facts: Fact) -> RunState:
@@ -195,7 +211,32 @@ def test_a_run_that_is_being_cancelled_stays_so_until_its_end() -> None:
     run = life_of(*LIVING, asked, started, preempting, crashed)
     assert (run.state, run.reason, run.generation) == ("cancelling", "asked", 1)
     assert reduce_run(run, RunCancelled(run_id=RUN, reason="asked")).state == "cancelled"
-    assert reduce_run(run, RunCompleted(run_id=RUN, generation=1)).state == "completed"
+    assert reduce_run(life_of(*LIVING, asked, SUCCEEDED), COMPLETED).state == "completed"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [LIVING[:2], LIVING, [*LIVING, SUCCEEDED, RunQueued(run_id=RUN, next_generation=2), placed(2)]],
+    ids=["never placed", "its ranks run", "those of its next generation do"],
+)
+def test_a_run_is_not_completed_before_its_ranks_have_ended_well(facts: list[Fact]) -> None:
+    run = life_of(*facts)
+    assert change_run(run, RunCompleted(run_id=RUN, generation=run.generation)) is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "problem"),
+    [
+        (placed(1), ""),
+        (placed(2), "waits for generation 1"),
+        (placed(1, world_size=2), "the ranks 0 to 1, each once"),
+        (placed(1).model_copy(update={"members": placed(1).members * 2}), "each once"),
+    ],
+)
+def test_a_placement_that_the_scheduler_cannot_have_made_says_why(placement: RunPlaced, problem: str) -> None:
+    assert problem in placement_problem(placement, queued_generation=1)
+    assert bool(placement_problem(placement, queued_generation=1)) == bool(problem)
+    assert "was not queued" in placement_problem(placement, queued_generation=None)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +257,7 @@ def test_a_run_that_is_being_cancelled_stays_so_until_its_end() -> None:
     ids=lambda fact: fact.fact,
 )
 def test_a_fact_of_an_old_generation_does_not_count(fact: Fact) -> None:
-    run = life_of(*LIVING, placed(2))
+    run = life_of(*LIVING, RunQueued(run_id=RUN, next_generation=2), placed(2))
     assert change_run(run, fact) is None
     assert reduce_run(run, fact) is run
 
@@ -227,9 +268,9 @@ def test_runs_are_folded_by_their_ids() -> None:
     assert runs == {RUN: life_of(*LIVING)}
 
 
-@pytest.mark.parametrize("end", [RunCompleted(run_id=RUN, generation=1), RunFailed(run_id=RUN, reason="x")])
+@pytest.mark.parametrize("end", [COMPLETED, RunFailed(run_id=RUN, reason="x")])
 def test_a_run_that_is_over_stays_over(end: Fact) -> None:
-    run = life_of(*LIVING, end)
+    run = life_of(*LIVING, SUCCEEDED, end)
     for fact in [*LIVING, placed(2), RunCancelled(run_id=RUN, reason="late")]:
         assert reduce_run(run, fact) is run
 

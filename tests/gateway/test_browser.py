@@ -17,6 +17,7 @@ from contracts.events.run import (
     RunAccepted,
     RunCompleted,
     RunEvaluated,
+    RunExited,
     RunLog,
     RunPromoted,
     RunQueued,
@@ -26,6 +27,7 @@ from contracts.events.run import (
 from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.kit.bus import Bus
 from tests.gateway.conftest import RUN, SPEC, Running, life, placed, progress, ref
+from tests.lives import supported
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: make browser")
 if TYPE_CHECKING:
@@ -72,9 +74,11 @@ FACTS: list[Any] = [
     CheckpointCommitted(
         run_id=RUN, generation=1, checkpoint=ref(30), size_bytes=1000, metrics={"validation/accuracy": 0.9}
     ),
+    RunExited(run_id=RUN, generation=1, node_id="n1", outcome="succeeded", step=30),
+    RunExited(run_id=RUN, generation=1, node_id="n2", outcome="succeeded", step=30),
     RunCompleted(run_id=RUN, generation=1, checkpoint=ref(30), metrics={"validation/accuracy": 0.9}),
     RunAccepted(run_id="revaluate", spec=MEASURED, request_id="e2", request_source="test"),
-    RunCompleted(run_id="revaluate", generation=1, metrics={"test/accuracy": 0.96}),
+    *supported(RunCompleted(run_id="revaluate", generation=1, metrics={"test/accuracy": 0.96})),
     RunEvaluated(run_id=RUN, evaluation_run_id="revaluate", metrics={"test/accuracy": 0.96}),
     RunPromoted(run_id=RUN, model="digits", version=1, reason="no champion yet"),
     RunAccepted(run_id="rother", spec=OTHER, request_id="e3", request_source="test"),

@@ -28,6 +28,7 @@ from contracts.events.run import (
     RunPreempting,
     RunPrepared,
     RunProgress,
+    RunQueued,
     RunRejected,
     RunReleased,
     RunStarted,
@@ -63,6 +64,8 @@ WITH_DATA = ACCEPTED.model_copy(update={"spec": SPEC.model_copy(update={"data": 
 PREPARED = RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=1)
 PREEMPTING = RunPreempting(run_id=RUN, generation=1, reason="r", grace_s=1)
 CANCELLING = RunCancelling(run_id=RUN, reason="asked")
+QUEUED_AGAIN = RunQueued(run_id=RUN, next_generation=2, reason="crashed")
+COMPLETED = RunCompleted(run_id=RUN, generation=1)
 REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots", message="too many"),))
 
 
@@ -80,16 +83,24 @@ REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots",
         pytest.param([ACCEPTED, QUEUED], "queued", id="queued"),
         pytest.param([ACCEPTED, QUEUED, PLACED], "placed", id="placed"),
         pytest.param([ACCEPTED, QUEUED, PLACED, STARTED], "running", id="running"),
-        pytest.param([ACCEPTED, PLACED, STARTED, PREEMPTING], "preempting", id="preempting"),
-        pytest.param([ACCEPTED, PLACED, PREEMPTING, STARTED], "preempting", id="started while preempting"),
-        pytest.param([ACCEPTED, PLACED, STARTED, CANCELLING], "cancelling", id="cancelling"),
-        pytest.param([ACCEPTED, PLACED, CANCELLING, STARTED, PREEMPTING], "cancelling", id="cancelling until its end"),
-        pytest.param([ACCEPTED, PLACED, placed(2, "n1"), STARTED], "placed", id="started of a stale generation"),
-        pytest.param([ACCEPTED, PLACED, QUEUED], "placed", id="queued of a stale generation"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, STARTED, PREEMPTING], "preempting", id="preempting"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, PREEMPTING, STARTED], "preempting", id="started while preempting"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, STARTED, CANCELLING], "cancelling", id="cancelling"),
         pytest.param(
-            [ACCEPTED, placed(2, "n1"), RunCompleted(run_id=RUN, generation=1)], "placed", id="completed, stale"
+            [ACCEPTED, QUEUED, PLACED, CANCELLING, STARTED, PREEMPTING], "cancelling", id="cancelling until its end"
         ),
-        pytest.param([ACCEPTED, PLACED, RunFailed(run_id=RUN, reason="crash")], "failed", id="failed"),
+        pytest.param(
+            [ACCEPTED, QUEUED, PLACED, QUEUED_AGAIN, placed(2, "n1"), STARTED],
+            "placed",
+            id="started of a stale generation",
+        ),
+        pytest.param([ACCEPTED, QUEUED, PLACED, QUEUED], "placed", id="queued of a stale generation"),
+        pytest.param([ACCEPTED, PLACED], "accepted", id="placed and not queued"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, COMPLETED], "placed", id="completed while its ranks run"),
+        pytest.param(
+            [ACCEPTED, QUEUED, PLACED, QUEUED_AGAIN, placed(2, "n1"), COMPLETED], "placed", id="completed, stale"
+        ),
+        pytest.param([ACCEPTED, QUEUED, PLACED, RunFailed(run_id=RUN, reason="crash")], "failed", id="failed"),
         pytest.param([ACCEPTED, RunCancelled(run_id=RUN, reason="r"), PLACED], "cancelled", id="the end is the end"),
     ],
 )
@@ -116,7 +127,7 @@ def test_what_ranks_left_in_memory_is_gone_on_from() -> None:
         RunStarted(run_id=RUN, generation=2, node_id="n1", step=33, resumed_from="memory"),
         RunStarted(run_id=RUN, generation=2, node_id="n2", step=0, resumed_from="memory"),
     ]
-    run = fold([ACCEPTED, QUEUED, PLACED, STARTED, again, *starts, *starts]).runs[RUN]
+    run = fold([ACCEPTED, QUEUED, PLACED, STARTED, QUEUED_AGAIN, again, *starts, *starts]).runs[RUN]
     assert run.placements[-1] == {"generation": 2, "resume_step": 20, "started_step": 33}
     assert [(start["generation"], start["node_id"]) for start in run.starts] == [(1, "n1"), (2, "n1"), (2, "n2")]
     assert survives(1, 33, run.placements)
@@ -176,9 +187,10 @@ AVX512, AVX2 = {"cpu": "AVX512", "torch": "2.13.0"}, {"cpu": "AVX2", "torch": "2
 )
 def test_how_exact_a_run_is_and_why(training: Any, starts: list[RunStarted], expected: tuple[Any, ...]) -> None:
     spec = RunSpec.model_validate({**TASK, "training": training})
-    events: list[Event] = [ACCEPTED.model_copy(update={"spec": spec}), QUEUED]
+    events: list[Event] = [ACCEPTED.model_copy(update={"spec": spec})]
     for start in starts:
-        events += [placed(start.generation, "n1"), start]
+        queued = RunQueued(run_id=RUN, next_generation=start.generation)
+        events += [queued, placed(start.generation, "n1"), start]
     run = fold(events).runs[RUN]
     assert (run.exactness, run.exactness_reason, run.inexact_since) == expected
 
@@ -233,7 +245,7 @@ def test_verdicts_come_after_the_end() -> None:
 
 
 def test_a_zombie_changes_nothing() -> None:
-    before = fold([ACCEPTED, PLACED, STARTED, placed(2, "n1")])
+    before = fold([ACCEPTED, QUEUED, PLACED, STARTED, QUEUED_AGAIN, placed(2, "n1")])
     run = before.runs[RUN]
     for stale in (
         RunReleased(run_id=RUN, generation=1, node_id="n1"),

@@ -25,6 +25,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from tests.gateway.conftest import RUN, Running, placed, running
+from tests.lives import supported
 from trainbus import AsyncClient, TrainbusError, load_model
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError
@@ -94,7 +95,8 @@ class StoredFiles:
         for name, content in artifacts.items():
             uri = await self.put(self.settings.bucket_models, f"artifacts/{name}", content)
             listed.append(Artifact(name=name, uri=uri, sha256=sha256(content), size_bytes=len(content)))
-        await self.bus.publish(RunCompleted(run_id=RUN, generation=1, artifacts=tuple(listed)))
+        for fact in supported(RunCompleted(run_id=RUN, generation=1, artifacts=tuple(listed))):
+            await self.bus.publish(fact)
 
 
 @pytest.fixture

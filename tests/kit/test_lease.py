@@ -49,7 +49,7 @@ async def test_of_many_rivals_one_wins(bus: Bus) -> None:
 async def test_a_watch_finds_expired_leases_by_its_own_clock(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.LEASES)
     clock = ManualClock()
-    lease = Lease(bucket, "node.n1", "n1", 1.0, data={"address": "127.0.0.1"})
+    lease = Lease(bucket, "node.n1", "n1", 1.0, data=lambda: {"address": "127.0.0.1"})
     await lease.try_acquire()
     watch = LeaseWatch(clock)
     records = await read_records(bus, "node.")

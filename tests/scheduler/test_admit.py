@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from services.scheduler.core.admission import answer_train
@@ -17,17 +15,3 @@ def test_a_launcher_on_several_slots_is_refused_with_the_right_line() -> None:
     assert isinstance(answer, RejectRun)
     assert [problem.field for problem in answer.problems] == ["command"]
     assert "python train.py" in answer.problems[0].message
-
-
-@pytest.mark.parametrize(
-    ("field", "request_"),
-    [
-        ("command", RunSpec(name="a", command=["echo", "a\0b"])),
-        ("env", RunSpec(name="a", command=["true"], env={"A": "\0"})),
-    ],
-)
-def test_no_program_can_be_given_nul(field: str, request_: RunSpec) -> None:
-    answer = answer_train(World().cluster, "r1", request_)
-    assert isinstance(answer, RejectRun)
-    assert [problem.field for problem in answer.problems] == [field]
-    assert "remove it" in answer.problems[0].message

@@ -33,6 +33,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.scheduling import Policy
+from contracts.state.node import NodeStatement
 from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
@@ -282,6 +283,28 @@ async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: S
             moved = (await until(bus, f"run.{run_id}.placed", 2))[1].event
             assert moved.generation == 2
             assert [member.node_id for member in moved.members] == ["n2"]
+
+
+async def test_what_an_agent_does_not_run_is_freed_and_what_it_should_not_run_is_ended(
+    settings: Settings, bus: Bus
+) -> None:
+    said: dict[str, str] = {}
+    async with running(settings):
+        bucket = await bus.open_bucket(topology.LEASES)
+        async with Lease(bucket, "node.n1", "1", 2.0, data=lambda: said).leadership():
+            await join(bus, "n1", 1)
+            run_id = await request(bus, "train", COMMAND)
+            placed = (await until(bus, f"run.{run_id}.placed"))[0]
+            # It has not come to the placement yet, and an agent of an older version says nothing at all.
+            said |= NodeStatement("n1", placed.sequence - 1, ()).as_lease_data()
+            said |= NodeStatement("n1", placed.sequence, (("stray", 3),)).as_lease_data()
+            [freed] = await until(bus, f"run.{run_id}.released")
+            [ended] = await until(bus, "run.stray.released")
+            assert (freed.event.node_id, freed.event.generation, freed.event.clean) == ("n1", 1, False)
+            assert (ended.event.node_id, ended.event.generation) == ("n1", 3)
+            assert freed.event.detail == "its agent does not run it"
+            again = (await until(bus, f"run.{run_id}.placed", 2))[1]
+            assert again.event.generation == 2
 
 
 async def test_undecodable_facts_stop_no_scheduler(settings: Settings, bus: Bus) -> None:

@@ -158,16 +158,25 @@ def test_facts_about_a_run_that_is_over_are_kept() -> None:
 
 
 def test_a_late_placement_makes_the_run_active_until_it_has_released_its_slots() -> None:
-    world = ended()
-    placed = next(fact for fact, _, _ in world.log if fact.fact == "placed")
+    placed = next(fact for fact, _, _ in ended().log if fact.fact == "placed")
+    world = World()
+    world.accept("r1", placed.spec)
+    world.settle()
+    # It was cancelled while a former leader placed it.
+    world.cancel("r1")
+    world.settle()
+    world.join("n1", 2)
+    assert (list(world.cluster.runs), world.phase("r1")) == ([], "cancelled")
     world.publish(placed.model_copy(update={"generation": 2}))
+    assert list(world.cluster.runs) == []
+    world.publish(placed)
     assert list(world.cluster.runs) == ["r1"]
     world.settle()
     assert world.run("r1").preempting is not None
     world.release("r1")
     world.settle()
     assert list(world.cluster.runs) == []
-    assert world.phase("r1") == "completed"
+    assert world.phase("r1") == "cancelled"
     assert world.cluster.slots_used == 0
 
 

@@ -25,6 +25,7 @@ from contracts.events.run import (
     ProgressPoint,
     RunAccepted,
     RunCompleted,
+    RunExited,
     RunPlaced,
     RunProgress,
 )
@@ -131,6 +132,8 @@ class Story:
         )
 
     async def completed(self, generation: int, **more: Any) -> None:
+        exited = RunExited(run_id=self.run_id, generation=generation, node_id="n1", outcome="succeeded")
+        await self.publish(exited)
         await self.publish(RunCompleted(run_id=self.run_id, generation=generation, **more))
 
     async def again(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeLost
-from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
+from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting, RunReleased
 from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
@@ -45,6 +45,7 @@ COMMITTED = CheckpointCommitted(
     size_bytes=1,
     checkpoint=CheckpointRef(uri="s3://a-b/c", step=4, epoch=1, samples_consumed=1),
 )
+RELEASED = RunReleased(run_id="r", generation=1, node_id="n1")
 ELSEWHERE, LOST = placed(2, "n2"), NodeLost(node_id="n1", incarnation="me")
 CASES: list[tuple[str, list[Any], list[str]]] = [
     ("ours", [placed()], ["StartGeneration"]),
@@ -59,6 +60,9 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
     ("committed", [placed(), COMMITTED], ["StartGeneration", "SettleCheckpoint"]),
     ("committed by an old generation", [placed(2), COMMITTED], ["StartGeneration"]),
     ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["StartGeneration", "DropGeneration", "CleanUpRun"]),
+    ("said to have ended", [placed(), RELEASED], ["StartGeneration", "DropGeneration"]),
+    ("said to have ended elsewhere", [placed(), RELEASED.model_copy(update={"node_id": "n0"})], ["StartGeneration"]),
+    ("an old generation said to have ended", [placed(2), RELEASED], ["StartGeneration"]),
     ("lost", [placed(), LOST], ["StartGeneration", "DropGeneration", "RejoinCluster"]),
     (
         "an earlier life lost",

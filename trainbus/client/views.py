@@ -60,6 +60,8 @@ class RunView:
     nodes: tuple[str, ...] = ()
     generation: int = 0
     next_generation: int = 0
+    #: Nodes of its placement whose ranks have not ended well.
+    unfinished: tuple[str, ...] = ()
     resizes: tuple[int, ...] = ()
     failures: int = 0
     step: int = 0

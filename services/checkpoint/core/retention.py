@@ -9,13 +9,13 @@ from contracts.base import Event
 from contracts.best_checkpoint import RankingMetric, find_judged, rank_checkpoints
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
+from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunExited, RunFact, RunFailed, RunPlaced
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Retention
 from contracts.state.run import RunStates
 
 #: Facts from which ``Holds`` derives the checkpoints in use.
-HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
+HOLDING = (RunAccepted, RunPlaced, RunExited, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
 #: While a run goes on, this many of the newest are kept, even if ``retention.last`` is less: the scheduler may be
 #: placing the run from the one before the newest at the moment the newest is committed.
 NEWEST_KEPT = 2

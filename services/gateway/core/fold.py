@@ -154,6 +154,8 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
     if not isinstance(fact, RunFact) or (life := change_run(run, fact)) is None:
         return run
     columns = _columns(run, fact, at)
+    if "unfinished" in life:
+        life["unfinished"] = list(life["unfinished"])
     if life.get("state") in TERMINAL_STATES:
         columns |= {"ended_at": at.time_s, **_clear_waiting()}
     return replace(run, **{**columns, **life}) if columns or life else run

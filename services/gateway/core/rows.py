@@ -44,6 +44,8 @@ class Run:
     ended_at: float | None = None
     generation: int = 0
     next_generation: int = 0
+    #: Nodes of its placement whose ranks have not ended well.
+    unfinished: list[str] = field(default_factory=list)
     failures: int = 0
     slots_min: int = 0
     slots_max: int = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
+from contracts.state.node import NodeStatement
 from services.scheduler.core.cycle_state import CycleResult, CycleState
 from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver, LoseNode
 from services.scheduler.core.state.cluster import EPOCH, Cluster
@@ -113,3 +114,21 @@ def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachabl
             reason = f"it has not released run {run_id} within {limit_s:g} s of the request"
             found.setdefault(node.node_id, LoseNode(node.node_id, node.incarnation, reason))
     return list(found.values())
+
+
+def disputed_parts(cluster: Cluster, node_id: str, incarnation: str, said: NodeStatement) -> list[tuple[str, int]]:
+    """Return (run, generation) of what only the node's agent, or only the cluster, takes to run on the node.
+
+    The cluster must be folded up to when the statement was read. A placement that the agent has not come to yet is in
+    no dispute.
+    """
+    home = cluster.nodes.get(node_id)
+    if home is None or not home.alive or home.incarnation != incarnation:
+        return []
+    running = set(said.running)
+    forgotten = [
+        (run_id, generation)
+        for run_id, generation in home.allocations
+        if (run_id, generation) not in running and cluster.runs[run_id].placed_sequence <= said.position
+    ]
+    return forgotten + [each for each in said.running if each not in home.allocations]

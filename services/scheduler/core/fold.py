@@ -17,6 +17,7 @@ from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from contracts.state.node import next_drain
+from contracts.state.run import placement_problem
 from contracts.texts import held_up_text
 from services.scheduler.core.quota.quotas import periods_h
 from services.scheduler.core.state.cluster import (
@@ -226,6 +227,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         cluster.fifo_waits.add(known.demand.accelerators, known.spec.priority, known.run_id, milli, time.timestamp())
         _start_fifo_runs(cluster, known, time)
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
+    known.queued_generation = fact.next_generation
     _enter(cluster, known, Phase.QUEUED)
     _predict(cluster, known)
 
@@ -259,11 +261,11 @@ def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime)
 
 
 def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -> None:
-    if fact.generation != known.next_generation or known.live:
+    if fact.generation <= known.generation or placement_problem(fact, known.queued_generation) or known.live:
         return
     waited_s = max((time - known.queued_at).total_seconds(), 0.0)
     cluster.waits.add(wait_kind_of(fact.world_size, known.served_slot_s), waited_s, time)
-    known.generation, known.placed_at = fact.generation, time
+    known.generation, known.placed_at, known.placed_sequence = fact.generation, time, known.last_sequence
     known.final, known.staged, known.held_up = None, StagedCheckpoints(), ""
     known.preempting, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
@@ -430,7 +432,8 @@ def _age(committed: CommittedCheckpoint) -> tuple[int, int]:
 
 
 def _completed(cluster: Cluster, known: Run, fact: run.RunCompleted, time: datetime) -> None:
-    if fact.generation >= known.generation:
+    ended = [part.ended == "succeeded" for part in known.parts.values()]
+    if fact.generation == known.generation and ended and all(ended):
         _over(cluster, known, Phase.COMPLETED, "completed", time)
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Generic, TypeVar
 
 from contracts import exactness, subjects, topology
+from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
     Artifact,
@@ -15,6 +16,7 @@ from contracts.events.run import (
     RunCancelled,
     RunCompleted,
     RunEvaluated,
+    RunExited,
     RunFact,
     RunFailed,
     RunNotPromoted,
@@ -54,6 +56,8 @@ class Run:
     run_id: str
     sequence: int = 0
     state: str = "requested"
+    #: Nodes of its placement whose ranks have not ended well.
+    unfinished: tuple[str, ...] = ()
     accepted: RunAccepted | None = None
     accepted_at_s: float = 0.0
     prepared: RunPrepared | None = None
@@ -80,8 +84,8 @@ class Run:
         return max(self.placements, default=0)
 
     @property
-    def next_generation(self) -> int:
-        return self.generation + 1
+    def next_generation(self) -> None:
+        """``queued`` is not read: nothing is shown of it."""
 
     def start_generation(self, generation: int) -> int:
         """Return the newest generation up to ``generation`` whose start is known; otherwise the first one.
@@ -137,7 +141,9 @@ class Run:
 
 def filters(run_id: str) -> tuple[str, ...]:
     """The subjects that hold what ``fold`` reads of one run."""
-    wanted = [event for event in topology.TRACKING.events if issubclass(event, RunFact)]
+    # With ``exited``: whether a run can have completed follows from it.
+    events: tuple[type[Event], ...] = (*topology.TRACKING.events, RunExited)
+    wanted = [event for event in events if issubclass(event, RunFact)]
     return tuple(subjects.fact(event.aggregate, run_id, event.fact) for event in wanted)
 
 
@@ -147,7 +153,7 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
     changes = change_run(run, event)
     if changes is None:
         return
-    run.state = changes.get("state", run.state)
+    run.state, run.unfinished = changes.get("state", run.state), changes.get("unfinished", run.unfinished)
     match event:
         case RunAccepted():
             run.accepted, run.accepted_at_s = event, at.timestamp()

@@ -17,7 +17,8 @@ from contracts import subjects, topology
 from contracts.base import Event, Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeUnfit
-from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
+from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
+from contracts.state.node import NodeStatement
 from services.kit.bus import Message, TransientError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
@@ -42,6 +43,8 @@ FOLLOWED: tuple[type[Event], ...] = (
     RunCompleted,
     RunFailed,
     RunCancelled,
+    RunReleased,
+    RunExited,
 )
 #: Seconds that an agent which is stopped tries to report how its generations ended.
 REPORT_TIMEOUT_S = 15.0
@@ -70,7 +73,7 @@ class Agent:
         self._lock = DataDirLock(data_dir)
         folders = RunFolders(data_dir / "runs", self._settings.keep_finished)
         self._generations = GenerationSupervisor(context, folders, self._report_unfit)
-        self._lease = NodeLease(context.bus, self._settings.node_id, self._settings.lease_ttl_s)
+        self._lease = NodeLease(context.bus, self._settings.node_id, self._settings.lease_ttl_s, self._state_what_runs)
         self._notices = NodeNotices(self._settings.node_id, self._settings.notice_margin_s)
         self._repairer = BlobRepairer(context)
         self._stored = AgentState()
@@ -213,6 +216,10 @@ class Agent:
         metrics.JOINS.inc()
         metrics.SLOTS.set(inventory.slots)
         log.info("joined", incarnation=incarnation, slots=inventory.slots, running=len(joined.running))
+
+    def _state_what_runs(self) -> dict[str, str]:
+        running = running_generations(self._generations.state)
+        return NodeStatement(self._settings.node_id, self._stored.position or 0, running).as_lease_data()
 
     def _filters(self) -> tuple[str, ...]:
         own: tuple[type[Fact], ...] = (NodeLost, NodeDraining)

@@ -11,11 +11,11 @@ import structlog
 from contracts import subjects
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced, RunQueued, RunReleased
-from contracts.state.run import placement_problem
+from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunReleased
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
 from services.worker import metrics
+from services.worker.agent.placement_support import PlacementSupport
 from services.worker.checkpoints.survivor_state import remove_survivor_checkpoints
 from services.worker.core import node_decisions
 from services.worker.core.node_decisions import Decision, LocalGeneration, NodeState
@@ -39,6 +39,9 @@ class GenerationSupervisor:
         self.state = NodeState(context.settings.node_id)
         self._runners: dict[Key, GenerationRunner] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._support = PlacementSupport(context.bus, context.settings.node_id)
+        #: Runs of which nothing but the report is awaited: they have failed or were cancelled.
+        self._over: set[str] = set()
         self._is_restored = self._is_leaving = self._may_start = False
         #: Whether runs have ended since their folders were removed; at first, those of earlier lives.
         self._has_ended_runs = True
@@ -132,69 +135,46 @@ class GenerationSupervisor:
         """Whether nothing in the log supports a fact on which this node would act. Anybody can publish one."""
         event = message.event
         if isinstance(event, RunPlaced):
-            if not any(member.node_id == self._context.settings.node_id for member in event.members):
-                return False
-            problem = await self._placement_problem(event, message)
+            # Placed elsewhere, it would end the ranks here.
+            concerns_us = event.run_id in self.state.generations or self._support.is_member(event)
+            problem = await self._support.problem(message) if concerns_us else ""
         else:
-            problem = self._end_problem(event)
+            problem = self._completion_problem(event)
         if problem:
             metrics.UNSUPPORTED.labels(event.fact).inc()
             log.warning("a fact that nothing supports, ignored", run_id=event.run_id, fact=event.fact, problem=problem)
         return bool(problem)
 
-    async def _placement_problem(self, placed: RunPlaced, message: Message[Any]) -> str:
-        names = [subjects.fact("run", placed.run_id, fact.fact) for fact in (RunAccepted, RunQueued)]
-        last = self._context.bus.get_last_message
-        problem = _find_problem(placed, message.sequence, *await asyncio.gather(*map(last, names)))
-        if not problem:
-            return ""
-        # A replica of the stream may lag behind; a consumer does not.
-        accepted, queued = [await self._last_in_history(name) for name in names]
-        problem = _find_problem(placed, message.sequence, accepted, queued)
-        known = self.state.generations.get(placed.run_id)
-        if problem and accepted is not None and (known is None or known.generation < placed.generation):
-            await self._release_unsupported(placed, message, queued)
-        return problem
+    def _completion_problem(self, event: Event) -> str:
+        """Return why a run cannot have been completed; '' if it can."""
+        if isinstance(event, RunCompleted) and self._unreported(event.run_id) is not None:
+            return "its ranks have not ended on this node"
+        return ""
 
-    async def _last_in_history(self, subject: str) -> Message[Any] | None:
-        found = await self._context.bus.read_history(subject)
-        return found[-1] if found else None
-
-    async def _release_unsupported(self, placed: RunPlaced, message: Message[Any], queued: Message[Any] | None) -> None:
-        """Answer a placement that is not executed, where the scheduler takes it for its own and holds slots for it."""
-        name = subjects.fact("run", placed.run_id, RunPlaced.fact)
-        is_awaited = queued is not None and queued.event.next_generation == placed.generation
-        if not is_awaited:
-            earlier = [each for each in await self._context.bus.read_history(name) if each.sequence < message.sequence]
-            is_awaited = placed.generation == 1 and not earlier
-        if is_awaited:
-            detail = "the log does not support the placement: nothing was started"
-            node_id = self._context.settings.node_id
-            released = RunReleased(
-                run_id=placed.run_id, generation=placed.generation, node_id=node_id, clean=False, detail=detail
-            )
-            await self._context.bus.publish(released, message.envelope)
-
-    def _end_problem(self, event: Event) -> str:
-        """Why a run cannot have ended: its ranks run here, and this node has not reported their end."""
-        if not isinstance(event, RunCompleted | RunFailed | RunCancelled):
-            return ""
-        here = self.state.generations.get(event.run_id)
-        if here is None or here.has_ended:
-            return ""
-        runner = self._runners.get((here.run_id, here.generation))
-        if runner is None or runner.has_report:
-            return ""
-        if not isinstance(event, RunCompleted):
-            # Whoever said so, the scheduler gets an answer: it may have put the run aside and cancelled it.
-            runner.stop(0, f"the run is {event.fact}")
-        return "its ranks have not ended on this node"
+    def _unreported(self, run_id: str) -> GenerationRunner | None:
+        """The run's generation here, if nothing is known of its end yet."""
+        here = self.state.generations.get(run_id)
+        runner = self._runners.get((run_id, here.generation)) if here is not None and not here.has_ended else None
+        return None if runner is None or runner.has_report else runner
 
     def apply(self, message: Message[Any]) -> bool:
         """Act on a fact; return whether the node must join again."""
+        event = message.event
+        if isinstance(event, RunFailed | RunCancelled) and (runner := self._unreported(event.run_id)) is not None:
+            # It holds slots until the scheduler is told that it has ended here, too; what is left of it goes then.
+            self._over.add(event.run_id)
+            runner.stop(0, f"the run is {event.fact}")
+            return False
+        if isinstance(event, RunExited | RunReleased) and not self._is_about_runner(event):
+            return False
         self.state, decisions = node_decisions.decide(self.state, message.event, message.sequence)
         rejoins = [self._carry_out(decision, message) for decision in decisions]
         return any(rejoins)
+
+    def _is_about_runner(self, event: RunExited | RunReleased) -> bool:
+        """Whether it is said, and not by this agent, that ranks which run here have ended."""
+        is_here = event.node_id == self._context.settings.node_id
+        return is_here and self._unreported(event.run_id) is not None
 
     def _carry_out(self, decision: Decision, message: Message[Any]) -> bool:
         match decision:
@@ -204,10 +184,7 @@ class GenerationSupervisor:
                 if (runner := self._runners.get((run_id, generation))) is not None:
                     _apply_to_runner(decision, runner)
             case node_decisions.CleanUpRun():
-                self._folders.mark_ended(decision.run_id)
-                self._folders.remove_in_background(self._context.memory.remove_run, decision.run_id)
-                self._remove_checkpoints(decision.run_id)
-                self._has_ended_runs = True
+                self._clean_up(decision.run_id)
             case node_decisions.ForgetRun():
                 # At once: the run may be placed here again, and its ranks then leave new state.
                 self._context.memory.remove_run(decision.run_id)
@@ -216,6 +193,12 @@ class GenerationSupervisor:
                 log.warning("this node was declared lost, joining again", reason=decision.reason)
                 return True
         return False
+
+    def _clean_up(self, run_id: str) -> None:
+        self._folders.mark_ended(run_id)
+        self._folders.remove_in_background(self._context.memory.remove_run, run_id)
+        self._remove_checkpoints(run_id)
+        self._has_ended_runs = True
 
     def _remove_checkpoints(self, run_id: str) -> None:
         self._folders.remove_in_background(remove_survivor_checkpoints, self._folders.run_folder(run_id))
@@ -268,7 +251,8 @@ class GenerationSupervisor:
         run_id, generation = runner.placed.run_id, runner.placed.generation
         try:
             if runner.files.is_untouched and (reason := await self._void_reason(run_id, generation)):
-                runner.drop(reason)
+                # Not dropped: if the scheduler counts it, it waits for an answer.
+                runner.stop(0, reason)
             await runner.run()
         except Exception as error:
             log.exception("a generation's runner failed", run_id=run_id, generation=generation)
@@ -277,6 +261,10 @@ class GenerationSupervisor:
             if runner.files.is_done:
                 self._context.slot_shares.release(run_id, generation)
             self.state = self.state.end_generation(run_id, generation)
+            if run_id in self._over:
+                self._over.discard(run_id)
+                self.state = self.state.without_run(run_id)
+                self._clean_up(run_id)
 
     async def _void_reason(self, run_id: str, generation: int) -> str:
         """Return why the stream says that the generation must not run; '' if it may."""
@@ -308,15 +296,6 @@ class GenerationSupervisor:
         shares = [len(runner.member.slots) * runner.placed.spec.resources.share for runner in running]
         metrics.SLOTS_USED.set(sum(shares))
         metrics.RANKS_RUNNING.set(sum(len(runner.pids) for runner in running))
-
-
-def _find_problem(placed: RunPlaced, sequence: int, accepted: Message[Any] | None, queued: Message[Any] | None) -> str:
-    """Return why the last ``accepted`` and ``queued`` of its run do not support a placement; '' if they do."""
-    if queued is not None and queued.event.next_generation > placed.generation:
-        return ""  # it is over, as is found out before anything is started
-    awaited = queued.event.next_generation if queued is not None and queued.sequence < sequence else None
-    spec = accepted.event.spec if accepted is not None and accepted.sequence < sequence else None
-    return placement_problem(placed, spec, awaited)
 
 
 def _apply_to_runner(decision: node_decisions.GenerationDecision, runner: GenerationRunner) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import nats.errors
@@ -26,8 +26,9 @@ WARNING_INTERVAL_S = 10.0
 class NodeLease:
     """Acquires and renews the lease for one incarnation of the agent after the other."""
 
-    def __init__(self, bus: Bus, node_id: str, ttl_s: float) -> None:
-        self._bus, self._node_id, self._ttl_s = bus, node_id, ttl_s
+    def __init__(self, bus: Bus, node_id: str, ttl_s: float, statement: Callable[[], Mapping[str, str]]) -> None:
+        """``statement``: what the agent says of itself at each renewal (``contracts.state.node.NodeStatement``)."""
+        self._bus, self._node_id, self._ttl_s, self._statement = bus, node_id, ttl_s, statement
         self._lease: Lease | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._is_held = asyncio.Event()
@@ -82,7 +83,7 @@ class NodeLease:
                 if record is not None and previous and record.holder == previous:
                     # Our own, from before this agent was killed: no need to wait until it expires.
                     await bucket.delete(key, last=record.revision)
-                self._lease = Lease(bucket, key, incarnation, self._ttl_s, data={"node_id": self._node_id})
+                self._lease = Lease(bucket, key, incarnation, self._ttl_s, data=self._statement)
                 async with self._lease.leadership() as renewal:
                     self._is_held.set()
                     await renewal

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from contracts.events.node import NodeLost
-from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
+from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,8 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
             drop = DropGeneration(found.run_id, found.generation, f"the run is {event.fact}")
             cleaning = CleanUpRun(event.run_id)
             return state.without_run(event.run_id), [cleaning] if found.has_ended else [drop, cleaning]
+        case RunExited() | RunReleased():
+            return _on_reported(state, event)
         case RunPreempting() | CheckpointCommitted() | CheckpointRefused():
             if state.is_live(event.run_id, event.generation):
                 return state, [_decide_live(event)]
@@ -176,6 +178,14 @@ def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[Node
         return state, [*decisions, ForgetRun(placed.run_id)] if older is not None else decisions
     decisions.append(StartGeneration(placed, sequence))
     return state.with_generation(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
+
+
+def _on_reported(state: NodeState, event: RunExited | RunReleased) -> tuple[NodeState, list[Decision]]:
+    """Drop ranks of which somebody else has said that they ended: the scheduler gives their slots to others."""
+    if event.node_id != state.node_id or not state.is_live(event.run_id, event.generation):
+        return state, []
+    drop = DropGeneration(event.run_id, event.generation, f"it is said to have {event.fact} here")
+    return state.end_generation(event.run_id, event.generation), [drop]
 
 
 def _on_lost(state: NodeState, lost: NodeLost, sequence: int) -> tuple[NodeState, list[Decision]]:

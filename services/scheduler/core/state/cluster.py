@@ -98,6 +98,8 @@ class Run:
     prepare_problem: str | None = None
     cancel_reason: str | None = None
     generation: int = 0
+    #: The generation that it was queued for last: no other one can be placed.
+    queued_generation: int = 0
     failures: int = 0
     queued_at: datetime = EPOCH
     queue_reason: str = "new"
@@ -108,6 +110,7 @@ class Run:
     #: The parts of the current generation, also those that ended, until what follows is decided.
     parts: dict[str, MemberState] = field(default_factory=dict)
     placed_at: datetime = EPOCH
+    placed_sequence: int = 0
     preempting: RunPreempting | None = None
     preempting_at: datetime = EPOCH
     ended_at: datetime | None = None

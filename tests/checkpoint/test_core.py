@@ -128,11 +128,13 @@ def test_it_waits_for_missing_ranks_and_does_not_listen_to_strangers() -> None:
     assert assemble(placed(), [staged(B, "b")], B) == MissingParts((0, 1))
     assert assemble(placed(), [staged(B, "b"), staged(B, "stranger")], B) == MissingParts((0, 1))
     assert assemble(placed(2), [staged(B, "a"), staged(B, "b")], B) == MissingParts((0, 1, 2, 3))
+    for lie in ({"ranks": (2,)}, {"ranks": (0, 1, 2, 3), "is_whole": True}, {"world_size": 8}):
+        parts = [staged(B, "a"), staged(B, "b", **lie)]
+        assert assemble(placed(), parts, B) == MissingParts((2, 3)), lie
+        assert isinstance(assemble(placed(), [*parts, staged(B, "b")], B), AssembledCheckpoint), lie
 
 
 BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "wrong ranks": ({"ranks": (2,)}, "node b staged ranks"),
-    "wrong world": ({"world_size": 8}, "of 8"),
     "another sample": ({"samples_consumed": 5}, "disagree"),
     "outside the folder": ({"files": (file(B, "x/../../etc/passwd", b""),)}, "leaves the checkpoint's folder"),
     "no blob": (

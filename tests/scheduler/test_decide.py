@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from prometheus_client import REGISTRY
 
-from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import (
     RunAccepted,
     RunExited,
@@ -432,6 +432,28 @@ def test_a_run_is_complete_once_what_its_ranks_staged_last_is_committed() -> Non
     completed = world.log[-1][0]
     assert completed.checkpoint.uri == uri
     assert completed.metrics == {"validation/accuracy": 0.9}
+
+
+def test_what_is_said_to_be_staged_neither_ends_nor_prolongs_the_wait_for_what_was() -> None:
+    world = two_nodes()
+    training(world)
+    lie = CheckpointStaged(
+        run_id="r1", generation=1, node_id="n1", ranks=(0, 1), world_size=4, step=9000, epoch=9, samples_consumed=1,
+        files=(),
+    )  # fmt: skip
+    lies = [
+        lie,
+        lie.model_copy(update={"ranks": (0, 1, 2, 3), "is_whole": True}),
+        lie.model_copy(update={"world_size": 2}),
+    ]
+    for each in lies:
+        world.publish(each)
+    world.stage("r1", 8)
+    world.exit("r1", step=8)
+    assert world.run("r1").awaited_steps == [8]
+    world.commit("r1", 8, final=True)
+    world.settle()
+    assert world.phase("r1") == "completed"
 
 
 def test_the_gauges_say_how_far_commits_are_behind() -> None:

@@ -108,20 +108,15 @@ def assemble(
 ) -> AssembledCheckpoint | MissingParts | Refusal:
     """Put the parts of one step together, in stream order. Same facts, same bytes.
 
-    Parts of other generations, and of nodes that the placement does not name, are left out.
+    Parts of other generations, and of other nodes or ranks than the placement names, are left out.
     """
     members = {member.node_id: set(member.ranks) for member in placed.members}
     parts: dict[str, CheckpointStaged] = {}
     for part in staged:
-        if part.generation == placed.generation and part.node_id in members:
+        is_placed = part.generation == placed.generation and set(part.ranks) == members.get(part.node_id)
+        if is_placed and part.world_size == placed.world_size:
             # The first part of a node counts: every instance decides from the same one.
             parts.setdefault(part.node_id, part)
-    for node_id, part in parts.items():
-        if set(part.ranks) != members[node_id] or part.world_size != placed.world_size:
-            return Refusal(
-                f"node {node_id} staged ranks {sorted(part.ranks)} of {part.world_size}, but generation "
-                f"{placed.generation} placed ranks {sorted(members[node_id])} of {placed.world_size} there"
-            )
     if whole := [part for part in parts.values() if part.is_whole]:
         parts = {part.node_id: part for part in whole[:1]}
     missing = set(range(placed.world_size)).difference(*(part.ranks for part in parts.values()))

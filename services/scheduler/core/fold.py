@@ -383,8 +383,12 @@ def _broke(known: Run) -> bool:
 
 def _staged(cluster: Cluster, known: Run, fact: checkpoint.CheckpointStaged, time: datetime) -> None:
     part = known.parts.get(fact.node_id)
-    # A part that has ended stages nothing more: a late duplicate says nothing new.
-    if fact.generation == known.generation and part is not None and part.ended is None:
+    # A part that has ended stages nothing more: a late duplicate says nothing new. Neither does one with other ranks
+    # than were placed there, which the checkpoint service would refuse.
+    if fact.generation != known.generation or part is None or part.ended is not None:
+        return
+    world_size = sum(len(each.ranks) for each in known.parts.values())
+    if set(fact.ranks) == set(part.ranks) and fact.world_size == world_size:
         known.staged.stage(fact, time.timestamp())
 
 

@@ -20,8 +20,8 @@ class StagedCheckpoints:
     partial: dict[int, set[int]] = field(default_factory=dict)
     #: Steps of which every rank's part is staged, and that are neither committed nor refused; since when, in seconds.
     open: dict[int, float] = field(default_factory=dict)
-    #: The newest step of which every rank's part was staged.
-    newest: int = -1
+    #: Steps that are committed or refused: a part that comes once more opens none of them again.
+    settled: set[int] = field(default_factory=set)
     #: The newest committed step; None: none is.
     committed: int | None = None
     #: Step -> what was wrong with its checkpoint, where no later one is committed.
@@ -33,24 +33,28 @@ class StagedCheckpoints:
         return max(max(self.open) - (self.committed or 0), 0) if self.open else 0
 
     def stage(self, fact: CheckpointStaged, at_s: float) -> None:
-        """Note a node's part. Nodes stage in the order of steps, so what comes behind a whole step is a duplicate."""
-        if fact.step <= self.newest and fact.step not in self.partial:
+        """Note a node's part; one that comes once more changes nothing."""
+        if fact.step in self.settled or fact.step in self.open:
             return
         ranks = self.partial.setdefault(fact.step, set())
         ranks.update(fact.ranks)
         if fact.is_whole or ranks.issuperset(range(fact.world_size)):
             del self.partial[fact.step]
             self.open[fact.step] = at_s
-            self.newest = max(self.newest, fact.step)
 
     def commit(self, step: int) -> None:
         """Note a commit."""
-        self.open.pop(step, None)
+        self._settle(step)
         self.committed = max(step, self.committed or 0)
         self.broken = {other: reason for other, reason in self.broken.items() if other > step}
 
     def refuse(self, fact: CheckpointRefused) -> None:
         """Note that a checkpoint will never be committed."""
-        self.open.pop(fact.step, None)
+        self._settle(fact.step)
         if not fact.superseded and (self.committed is None or fact.step > self.committed):
             self.broken[fact.step] = fact.reason
+
+    def _settle(self, step: int) -> None:
+        self.open.pop(step, None)
+        self.partial.pop(step, None)
+        self.settled.add(step)

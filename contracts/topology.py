@@ -247,7 +247,7 @@ SERVICES: dict[str, ServiceEvents] = {
         follows=_events(
             run="accepted queued placed preempting released exited completed failed cancelled "
             "checkpoint_committed checkpoint_refused checkpoint_rotten",
-            node="lost draining",
+            node="joined lost draining",
         ),
     ),
     "checkpoint": ServiceEvents(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.node import NodeLost
+from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting, RunReleased
 from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
@@ -39,6 +39,10 @@ def preempting(generation: int = 1) -> RunPreempting:
     return RunPreempting(run_id="r", generation=generation, reason="", grace_s=3)
 
 
+def joined(incarnation: str, node_id: str = "n1") -> NodeJoined:
+    return NodeJoined(node_id=node_id, incarnation=incarnation, address="", slots=2, lease_ttl_s=3)
+
+
 COMMITTED = CheckpointCommitted(
     run_id="r",
     generation=1,
@@ -60,6 +64,8 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
     ("committed", [placed(), COMMITTED], ["StartGeneration", "SettleCheckpoint"]),
     ("committed by an old generation", [placed(2), COMMITTED], ["StartGeneration"]),
     ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["StartGeneration", "DropGeneration", "CleanUpRun"]),
+    ("joined by somebody else", [joined("other")], ["RejoinCluster"]),
+    ("joined by itself", [joined("me"), joined("other", "n2")], []),
     ("said to have ended", [placed(), RELEASED], ["StartGeneration", "DropGeneration"]),
     ("said to have ended elsewhere", [placed(), RELEASED.model_copy(update={"node_id": "n0"})], ["StartGeneration"]),
     ("an old generation said to have ended", [placed(2), RELEASED], ["StartGeneration"]),

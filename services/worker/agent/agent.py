@@ -222,7 +222,7 @@ class Agent:
         return NodeStatement(self._settings.node_id, self._stored.position or 0, running).as_lease_data()
 
     def _filters(self) -> tuple[str, ...]:
-        own: tuple[type[Fact], ...] = (NodeLost, NodeDraining)
+        own: tuple[type[Fact], ...] = (NodeLost, NodeDraining, NodeJoined)
         node = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in own)
         return (*(event.subject_filter() for event in FOLLOWED), *node)
 

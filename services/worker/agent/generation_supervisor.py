@@ -190,7 +190,7 @@ class GenerationSupervisor:
                 self._context.memory.remove_run(decision.run_id)
                 self._remove_checkpoints(decision.run_id)
             case node_decisions.RejoinCluster():
-                log.warning("this node was declared lost, joining again", reason=decision.reason)
+                log.warning("joining again", reason=decision.reason)
                 return True
         return False
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
-from contracts.events.node import NodeLost
+from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
 
 
@@ -129,6 +129,10 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
             return _on_placed(state, event, sequence)
         case NodeLost() if event.node_id == state.node_id:
             return _on_lost(state, event, sequence)
+        case NodeJoined() if event.node_id == state.node_id and sequence > state.joined_sequence:
+            # We hold the lease: whoever joins under our name beside us takes the node away from the scheduler.
+            is_other = event.incarnation != state.incarnation
+            return state, [RejoinCluster("somebody else has joined under this name")] if is_other else []
         case RunCompleted() | RunFailed() | RunCancelled() if found := state.generations.get(event.run_id):
             drop = DropGeneration(found.run_id, found.generation, f"the run is {event.fact}")
             cleaning = CleanUpRun(event.run_id)

@@ -34,6 +34,8 @@ class Stream:
     compress: bool = True
     #: Whether several messages may be published at once, all of them or none.
     atomic: bool = False
+    #: Whether a message without an id gets its sequence for one. Then one that is made anew uses none of them again.
+    names_messages: bool = False
 
     @property
     def retention(self) -> str:
@@ -84,7 +86,7 @@ class ObjectBucket:
     doc: str
 
 
-REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "Requests: train, cancel, ingest, restore...")
+REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "Requests: train, cancel, ingest, restore...", names_messages=True)
 FACTS = Stream("FACTS", subjects.ALL_FACTS, "What has happened, in one total order. The source of truth.", atomic=True)
 PROGRESS = Stream(
     "PROGRESS", subjects.ALL_PROGRESS, "Metric points of running trainings.", max_bytes=4 * GIB, max_age_s=14 * DAY_S

@@ -176,7 +176,9 @@ class Projection:
     async def _last_readable(self, stream: str) -> int:
         """Sequence of the last event that the projection will see; what cannot be decoded it never does."""
         position = await self.store.position(stream)
-        if (await self._stream_info(stream)).state.last_seq <= position:
+        state = (await self._stream_info(stream)).state
+        # (The sequences of an empty stream need not begin at 1.)
+        if state.last_seq <= position or not state.messages:
             return position
         ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
         return ahead[-1].sequence if ahead else position

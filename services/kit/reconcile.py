@@ -6,6 +6,7 @@ subject and never deletes, because an operator may have raised what the topology
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import structlog
@@ -38,29 +39,37 @@ async def _stream(js: JetStreamContext, want: Stream, replicas: int) -> list[str
     try:
         have = (await js.stream_info(want.name)).config
     except NotFoundError:
-        await js.add_stream(
-            api.StreamConfig(
-                name=want.name,
-                description=want.doc,
-                subjects=list(want.subjects),
-                retention=api.RetentionPolicy.LIMITS,
-                storage=api.StorageType.FILE,
-                num_replicas=replicas,
-                max_bytes=want.max_bytes or UNLIMITED,
-                max_age=want.max_age_s or 0,
-                max_msgs_per_subject=want.max_messages_per_subject or UNLIMITED,
-                duplicate_window=want.duplicate_window_s,
-                compression=api.StoreCompression.S2 if want.compress else api.StoreCompression.NONE,
-                allow_direct=True,
-                allow_atomic=want.atomic,
-            )
-        )
-        return [f"created stream {want.name}"]
+        try:
+            await js.add_stream(_stream_config(want, replicas))
+            return [f"created stream {want.name}"]
+        except BadRequestError:
+            # Another service created it at the same moment, with another first sequence.
+            have = (await js.stream_info(want.name)).config
     changed = _merge_config(have, want, replicas)
     if changed == have:
         return []
     await js.update_stream(changed)
     return [f"updated stream {want.name}"]
+
+
+def _stream_config(want: Stream, replicas: int) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=want.name,
+        description=want.doc,
+        subjects=list(want.subjects),
+        retention=api.RetentionPolicy.LIMITS,
+        storage=api.StorageType.FILE,
+        num_replicas=replicas,
+        max_bytes=want.max_bytes or UNLIMITED,
+        max_age=want.max_age_s or 0,
+        max_msgs_per_subject=want.max_messages_per_subject or UNLIMITED,
+        duplicate_window=want.duplicate_window_s,
+        compression=api.StoreCompression.S2 if want.compress else api.StoreCompression.NONE,
+        allow_direct=True,
+        allow_atomic=want.atomic,
+        # Milliseconds since the epoch: more than there have been messages in a stream of this name before.
+        first_seq=time.time_ns() // 1_000_000 if want.names_messages else None,
+    )
 
 
 def _merge_config(have: api.StreamConfig, want: Stream, replicas: int) -> api.StreamConfig:

@@ -16,6 +16,7 @@ from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
 from services.kit import follow
 from services.kit.bus import Bus, Conflict, ExpectedSequence, PoisonMessage, UndecodableEvent
+from services.kit.reconcile import reconcile
 from tests.kit.support import until
 from tests.manual_clock import ManualClock
 from trainbus.embedded.servers import NatsServer
@@ -172,8 +173,18 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     await bus.start()
     await bus.nc.publish("train.requested", b'{"name":"mnist","command":["true"]}')
     await until(lambda: len(seen) == 1, "the request")
-    assert seen[0].envelope.id == "REQUESTS:1"
+    assert seen[0].envelope.id == f"REQUESTS:{seen[0].sequence}"
     assert run_id_for(seen[0].envelope.source, seen[0].envelope.id).startswith("r")
+
+
+async def test_a_stream_of_requests_that_is_made_anew_gives_no_id_twice(bus: Bus) -> None:
+    first = await bus.js.publish("train.requested", b"{}")
+    await bus.js.delete_stream(topology.REQUESTS.name)
+    # By all services at once, as when they start.
+    await asyncio.gather(*(reconcile(bus.js, topology.Topology()) for _ in range(8)))
+    second = await bus.js.publish("train.requested", b"{}")
+    assert second.seq > first.seq > 1
+    assert await reconcile(bus.js, topology.Topology()) == []
 
 
 async def test_a_request_without_a_handler_waits_for_a_version_that_has_one(make_bus: Any) -> None:

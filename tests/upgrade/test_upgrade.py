@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from contracts import topology
 from contracts.base import Fact
 from contracts.envelope import EnvelopeError, RawMessage, decode
 from contracts.events.run import TERMINAL
@@ -15,6 +17,7 @@ from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.bus import Bus
+from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from services.scheduler.core.fold import fold
 from tests.upgrade.recording import RecordedMessage, load_database, read_messages, read_rows, recorded_versions
@@ -34,8 +37,15 @@ def raw_message(message: RecordedMessage) -> RawMessage:
     return RawMessage(message.subject, message.body.encode(), message.headers, message.stream, message.sequence)
 
 
+def _as_it_was(stream: topology.Stream) -> topology.Stream:
+    return replace(stream, names_messages=False)
+
+
 async def publish_recording(bus: Bus, version: str) -> None:
     """Store the recorded messages in their order, as they were but for the server's own conditions."""
+    await bus.js.delete_stream(topology.REQUESTS.name)
+    # Today's begins at another sequence than those of that time.
+    await reconcile(bus.js, topology.Topology(streams=tuple(map(_as_it_was, topology.STREAMS))))
     for message in read_messages(version):
         headers = {name: value for name, value in message.headers.items() if not name.startswith(CONDITIONS)}
         ack = await bus.js.publish(message.subject, message.body.encode(), headers=headers)

@@ -13,11 +13,12 @@ import hashlib
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from contracts.manifest import files_of
+from services.kit.bus import TransientError
 from services.kit.store.uris import blob_sha256
 from tests.e2e.support import Body, Stack
 
@@ -31,6 +32,7 @@ TARGETS = (*SERVICES, "checkpoint", "evaluation", "nats", "nats", "s3", "s3", "n
 LIMIT_S = 600.0
 
 How = Literal["stop", "kill"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,12 @@ async def play(stack: Stack, outages: Sequence[Outage] = ()) -> tuple[str, Outco
             group.create_task(_strike(stack, run_id, outage, limit_s))
         group.create_task(stack.wait_for(run_id, "completed", limit_s))
     verdict = await stack.wait_for(run_id, "promoted", limit_s, or_else=("not_promoted",))
-    facts = [message.event for message in await stack.facts(run_id)]
+    facts = [message.event for message in await _patiently(lambda: stack.facts(run_id))]
     [completed] = [fact for fact in facts if fact.fact == "completed"]
     [evaluated] = [fact for fact in facts if fact.fact == "evaluated"]
     commits = {fact.checkpoint.uri: fact for fact in facts if fact.fact == "checkpoint_committed"}
     commit = commits[completed.checkpoint.uri]
-    await _fetch_all(stack, run_id, facts)
+    await _patiently(lambda: _fetch_all(stack, run_id, facts))
     metrics = tuple(sorted(evaluated.metrics.items()))
     return run_id, Outcome(commit.state_digest or "", completed.checkpoint.step, metrics, verdict.fact)
 
@@ -128,6 +130,15 @@ def paused(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Do what needs the bus or the store, which the history beside may have stopped."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with contextlib.suppress(TransientError):
+                return await work()
+            await asyncio.sleep(0.2)
 
 
 async def _fetch_all(stack: Stack, run_id: str, facts: Sequence[Any]) -> None:

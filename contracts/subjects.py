@@ -81,7 +81,7 @@ ALL_SHADOW = ("shadow.>",)
 #: Every verb that can be requested. They are listed rather than matched by ``*.requested``,
 #: because that would overlap with ``progress.*`` and ``dead.>``, which the server refuses.
 VERBS = (
-    *("train", "cancel", "ingest", "restore", "tune", "stop_study", "drain", "undrain", "pin", "scrub"),
+    *("train", "cancel", "ingest", "restore", "tune", "stop_study", "drain", "undrain", "adopt_policy", "pin", "scrub"),
     *("promote", "rollback", "configure", "approve", "stage"),
 )
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)

@@ -20,7 +20,7 @@ MAX_NAMED = 5
 DEFAULT_REASONS = frozenset(
     {
         *("cancelled by request", "drained by request", "undrained by request", "pinned by request"),
-        *("promoted by request", "configured by request", "staged by request"),
+        *("promoted by request", "configured by request", "staged by request", "adopted by request"),
     }
 )
 #: Facts that come with every checkpoint: who follows a run does not see them.
@@ -293,7 +293,7 @@ def _deploy_failed(fact: model.ModelDeployFailed) -> str:
     return f"version {fact.version} (run {fact.run_id}) is not served ({fact.stage}): {fact.reason}; {left}"
 
 
-def _by(fact: model.ModelApproved | node.NodeDraining | node.NodeUndrained) -> str:
+def _by(fact: model.ModelApproved | node.NodeDraining | node.NodeUndrained | capacity.PolicyAdopted) -> str:
     return f" by {fact.user}" if fact.user else ""
 
 
@@ -318,6 +318,19 @@ def _notice(fact: node.NodeNotice) -> str:
 
 def _wanted(fact: capacity.CapacityWanted) -> str:
     return f"{plural(fact.nodes, 'node')} of pool {fact.pool} wanted{format_reason(fact.reason)}"
+
+
+def adoption_text(fact: capacity.PolicyAdopted) -> str:
+    """Return who adopted a policy, and why."""
+    match fact.origin:
+        case "request":
+            return f",{_by(fact)}{format_reason(fact.reason)}" if fact.user or fact.reason else ""
+        case "setting":
+            return f", as {fact.instance} was started with it"
+        case "default":
+            set_to = f" with {', '.join(fact.settings)}" if fact.settings else ""
+            return f", as the default{set_to}"
+    return ""
 
 
 #: Fact -> its sentence.
@@ -388,5 +401,5 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     study.StudyStopped: lambda e: f"stopped{format_reason(e.reason)}",
     request.RequestRefused: lambda e: f"{e.request_type.split('.')[1]} refused: {e.reason}",
     capacity.CapacityWanted: _wanted,
-    capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) in force",
+    capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) in force{adoption_text(e)}",
 }

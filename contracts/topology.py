@@ -120,7 +120,7 @@ def _events(*, requests: str = "", **facts: str) -> tuple[type[Event], ...]:
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
     REQUESTS.name,
-    _events(requests="train cancel restore drain undrain"),
+    _events(requests="train cancel restore drain undrain adopt_policy"),
     "Requests the scheduler decides on.",
     # Each answer is fenced on its own, so their order does not matter.
     concurrency=16,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any, Literal
+
+from pydantic import Field, field_serializer
 
 from contracts.base import Fact, Instant, Token
 from contracts.events.run import DecisionRecord
@@ -29,11 +31,29 @@ class CapacityWanted(
     decision: DecisionRecord | None = None
 
 
+#: What led to an adoption: nobody's choice, a setting of the first scheduler, or a request.
+PolicyOrigin = Literal["default", "setting", "request"]
+
+
 class PolicyAdopted(Fact, aggregate="policy", fact="adopted", id_field="digest", occurrence="after_sequence"):
-    """The leading scheduler decides by this policy from now on."""
+    """The scheduler decides by this policy from its next cycle on, whichever of its processes leads."""
 
     digest: Token
     policy: Lenient[Policy]
     instance: str = ""
     #: Sequence of the fact before it, which distinguishes two adoptions of one policy.
     after_sequence: int = 0
+    #: None: a log from before this field.
+    origin: PolicyOrigin | None = None
+    #: What the first scheduler's settings change of the default policy; each version's own default keeps them.
+    settings: tuple[str, ...] = ()
+    #: Who asked for it: the user, else the source of the request; and why.
+    user: str = ""
+    reason: str = ""
+    #: The request, as ``request_id_for`` has it: one is answered once.
+    request_id: str = ""
+
+    @field_serializer("policy")
+    def _write_whole(self, policy: Policy) -> dict[str, Any]:
+        # With its defaults: those of another version are another policy.
+        return policy.model_dump(mode="json")

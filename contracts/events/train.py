@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from contracts.base import Request, Token
 from contracts.events.node import DrainScope
+from contracts.scheduling import Policy
 from contracts.spec.base import check_argument
 from contracts.spec.data import DataSource
 from contracts.spec.gates import ModelGates
@@ -165,6 +166,21 @@ class UndrainRequested(Request, verb="undrain"):
     node_id: Token
     reason: str = Field("undrained by request", max_length=2000)
     user: str | None = Field(None, max_length=200)
+
+
+class AdoptPolicyRequested(Request, verb="adopt_policy"):
+    """Decide by this policy from the next scheduling cycle on."""
+
+    policy: Policy
+    #: The digest of the policy that it is to replace: another one in force refuses the request. None: whichever it is.
+    replaces: Token | None = None
+    reason: str = Field("adopted by request", max_length=2000)
+    user: str | None = Field(None, max_length=200)
+
+    @field_serializer("policy")
+    def _write_whole(self, policy: Policy) -> dict[str, Any]:
+        # With its defaults: those of another version are another policy.
+        return policy.model_dump(mode="json")
 
 
 class PromoteRequested(Request, verb="promote"):

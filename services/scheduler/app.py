@@ -1,10 +1,10 @@
 """The scheduler's shell: folds the log, answers requests, and, while it leads, decides.
 
 Every instance folds and every instance answers requests: an answer is a fact that is fenced on its
-own (``accepted`` and ``rejected`` expect a run without facts, ``cancelling`` has one id, and of two
-decisions about a node's drain the one of the later request holds), so it needs no leader and costs no
-time when the leader dies. ``core.decide`` decides everything that changes slots or ends a run, on the
-one instance that holds the lease.
+own (``accepted`` and ``rejected`` expect a run without facts, ``cancelling`` has one id, of two
+decisions about a node's drain the one of the later request holds, and a policy is adopted in place of
+the one before it), so it needs no leader and costs no time when the leader dies. ``core.decide`` decides
+everything that changes slots or ends a run, on the one instance that holds the lease.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.core.state.cluster import Node, Run
 from services.scheduler.leader import CyclePacer, Leader
 from services.scheduler.policy_in_force import PolicyInForce
+from services.scheduler.policy_requests import PolicyRequests
 from services.scheduler.queries import Forecast, serve_queries
 
 #: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
@@ -51,9 +52,13 @@ log = structlog.get_logger(__name__)
 
 
 class SchedulerSettings(Settings):
-    """The scheduler's own settings. What is set besides the policy takes the place of the policy's own value."""
+    """The scheduler's own settings. All of them make the first policy; the log's is in force from then on.
 
-    #: A policy's name, or a file with one (TOML or JSON): see ``services/scheduler/policies``. None: the one in force.
+    What is set besides the policy takes the place of the policy's own value.
+    """
+
+    #: The first policy, where nobody has chosen one yet: its name, or a file with it (TOML or JSON), see
+    #: ``services/scheduler/policies``. Later ones are adopted by request.
     policy: str | None = None
     #: A run grows only after it has had its slots, and no slot has changed hands, for this time.
     resize_interval_s: float | None = Field(None, ge=0)
@@ -81,7 +86,7 @@ _PARTS = {
 
 
 def policy_of(settings: SchedulerSettings) -> PolicyInForce:
-    """Return the policy that the settings name, with what they say besides; without one, that of the log.
+    """Return the policy in force, of which the first is what the settings name, with what they say besides.
 
     Raises:
         policies.PolicyError: there is no such policy, or it is not valid.
@@ -116,6 +121,7 @@ def assemble(
     in_force = policy_of(own) if policy is None else PolicyInForce(policy)
     leader = Leader(service.bus, cache, in_force, own, pace)
     Requests(service, cache).register()
+    PolicyRequests(service.bus, cache).register()
     service.add_background_task(cache.follow)
     service.add_background_task(cache.keep_time)
     service.add_background_task(leader.lead)

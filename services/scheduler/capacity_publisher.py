@@ -47,7 +47,7 @@ class CapacityPublisher:
     async def step(self) -> int:
         """Publish the changed demand; return the number of facts published."""
         cluster, policy, now = self.cache.cluster, self.leader.policy, self.cache.now()
-        if cluster.policy is None or cluster.policy.digest != policy.digest:
+        if cluster.adopted is None or cluster.adopted.digest != policy.digest:
             return 0  # not adopted yet: the autoscaler must know the pools first
         made = decision_record(cluster, now, policy, self.leader.reachable_since)
         published = 0

@@ -93,8 +93,13 @@ class Leader:
 
     @property
     def policy(self) -> Policy:
-        """Return the policy that this instance decides by; known once the log is folded."""
+        """Return the policy in force; known once the log is folded."""
         return self._in_force.choose(self.cache.cluster)
+
+    @property
+    def unused_settings(self) -> str:
+        """Return which settings of this process have no effect on the policy; '' if none."""
+        return self._in_force.describe_unused(self.cache.cluster)
 
     @property
     def reachable_since(self) -> datetime:
@@ -105,6 +110,8 @@ class Leader:
     async def lead(self) -> None:
         """Wait for the lease, decide while it lasts, and wait again."""
         await self.cache.caught_up.wait()
+        if unused := self.unused_settings:
+            log.warning(unused)
         bucket = await self.bus.open_bucket(topology.LEASES)
         while True:
             lease = Lease(bucket, LEASE_KEY, self._holder, self._ttl_s, clock=self.bus.clock)
@@ -124,8 +131,8 @@ class Leader:
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.
         await self.cache.catch_up()
-        await self._adopt()
         while self.leads:
+            await self._adopt()
             if self.pace is not None:
                 await self.pace.before_cycle()
             seen, started = self.cache.cluster.sequence, time.perf_counter()
@@ -178,22 +185,20 @@ class Leader:
         return pending, cluster.placed_sequence, made.wake_at, time.perf_counter() - started
 
     async def _adopt(self) -> None:
-        """Publish the policy before the first decision, if the last leader had another one."""
+        """Publish the policy before a decision that would name one that no fact of the log holds."""
         while self.leads:
             cluster = self.cache.cluster
-            policy = self.policy
-            if cluster.policy is not None and cluster.policy.digest == policy.digest:
+            if (adoption := self._in_force.next_adoption(cluster, self._instance)) is None:
                 return
-            last = cluster.policy_sequence
-            adopted = PolicyAdopted(digest=policy.digest, policy=policy, instance=self._instance, after_sequence=last)
+            expected = ExpectedSequence(cluster.policy_sequence, PolicyAdopted.subject_filter())
             try:
-                ack = await self.bus.publish(adopted, expected=ExpectedSequence(last, PolicyAdopted.subject_filter()))
+                ack = await self.bus.publish(adoption, expected=expected)
             except Conflict:
                 await self.cache.catch_up()
             except TransientError as error:
                 log.warning("policy not published, trying again", error=str(error))
             else:
-                log.info("policy adopted", policy=policy.name, digest=policy.digest)
+                log.info("policy adopted", policy=adoption.policy.name, digest=adoption.digest, origin=adoption.origin)
                 await self.cache.wait_for_sequence(ack.sequence)
                 return
 

@@ -87,7 +87,8 @@ async def serve_queries(leader: Leader, forecast: Forecast) -> AsyncIterator[Non
         summary = await cache.compute(reasons.summary)
         summary["quarantine"] = describe_quarantine(cache.cluster)
         summary["queue"] = [run | forecast.of(run["run_id"]) for run in summary["queue"]]
-        await message.respond(_json({**leads, "policy": leader.policy.name, **summary}))
+        policy = {"policy": leader.policy.name, "unused_settings": leader.unused_settings}
+        await message.respond(_json({**leads, **policy, **summary}))
 
     endpoints = {subjects.service("scheduler", "why"): why, subjects.service("scheduler", "state"): state}
     for subject, callback in endpoints.items():

@@ -98,6 +98,20 @@ def test_no_policy_decides_by_anything_that_is_not_in_the_log(name: str) -> None
         assert counts.decisions == counts.same > 10
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000))
+def test_policies_that_change_at_any_time_are_in_force_in_the_next_cycle(seed: int) -> None:
+    """What a cycle has cached under the policy before changes no decision (``World.step``), nor does a replay."""
+    changes = ["faults.start_deadline_s=2", "reclaim.min_run_s=40", "reclaim.time_slice_s=3", "place.by=spread"]
+    presets = [policies.load(name) for name in policies.names()]
+    world, rng = adopting(), random.Random(seed)
+    chaos = Chaos(world, rng, policies=[*presets, *(policies.change(rng.choice(presets), [c]) for c in changes)])
+    for _ in range(120):
+        chaos.act()
+    chaos.calm()
+    assert verify_log(log_of(world))[1] == []
+
+
 def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     """What is foreseen of those that wait is foreseen anew; what deciding keeps from before must follow it."""
     world = adopting(policies.load("shortest-predicted"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from contracts.base import Fact
-from contracts.events.capacity import CapacityWanted
+from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import (
@@ -334,7 +334,7 @@ POLICIES = st.sampled_from(["easy-backfill", "even-wait", "fair-share", "fgd", p
 @given(st.lists(st.tuples(FACTS, TIMES), min_size=40, max_size=40), POLICIES)
 def test_ten_thousand_facts_that_look_valid_stop_no_cycle(facts: list[tuple[Fact, float]], name: str) -> None:
     policy = policies.load(name)
-    cluster, now = Cluster(policy=policy), START
+    cluster, now = Cluster(adopted=PolicyAdopted(digest=policy.digest, policy=policy)), START
     for place, (fact, at_s) in enumerate(facts):
         sequence = cluster.sequence + 1
         fold.apply(cluster, fact, sequence, START + timedelta(seconds=at_s))

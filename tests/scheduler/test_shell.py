@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from nats.errors import NoRespondersError
 
 from contracts import subjects, topology
 from contracts.base import request_id_for, run_id_for
-from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import (
@@ -39,7 +36,7 @@ from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
-from services.scheduler.app import SchedulerSettings, build
+from services.scheduler.app import build
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.leader import Leader
 from services.scheduler.policy_in_force import PolicyInForce
@@ -216,34 +213,6 @@ async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> Non
         problem = (await until(bus, f"run.{wrong}.rejected"))[0].event.problems[0]
         assert problem.field == "step"
         assert "step 7 (epoch 1)" in problem.message
-
-
-async def test_a_start_without_a_policy_keeps_quotas(settings: Settings, bus: Bus, tmp_path: Path) -> None:
-    file = tmp_path / "team.toml"
-    file.write_text('name = "team"\n[[admit.quotas]]\nteam = "research"\nslots = 1\n')
-    await join(bus, "n1", 8)
-
-    async def start(**changes: Any) -> tuple[str, Policy]:
-        """Run a scheduler until it has decided; return the policy's name, and the one in the log."""
-        async with running(SchedulerSettings(**settings.model_dump() | changes)):
-            run_id = await request(bus, "train", COMMAND, uuid.uuid4().hex)
-            await until(bus, f"run.{run_id}.placed")
-            name = (await ask(bus, "state"))["policy"]
-        adopted = await bus.read_history(PolicyAdopted.subject_filter())
-        return name, adopted[-1].event.policy
-
-    assert (await start(resume_cost_s=3.0))[1].name == "default"
-    name, given = await start(policy=str(file))
-    assert (name, given.admit.quotas[0].slots) == ("team", 1)
-    # The file is gone, and what is set besides is no reason to adopt another policy.
-    file.unlink()
-    for changes in ({}, {"resume_cost_s": 3.0}):
-        name, kept = await start(**changes)
-        assert (name, kept.digest) == ("team", given.digest)
-    assert len(await bus.read_history(PolicyAdopted.subject_filter())) == 2
-    assert (await start(policy="default"))[1].name == "default"
-    # The default policy of an earlier version, or with other values, does not stay for ever.
-    assert (await start(resume_cost_s=4.0))[1].reclaim.resume_cost_s == 4.0
 
 
 async def test_a_drain_outlives_the_agent_and_the_scheduler(settings: Settings, bus: Bus) -> None:

@@ -9,11 +9,12 @@ import copy
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from contracts.base import Fact
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointStaged
 from contracts.events.node import (
     DrainScope,
@@ -135,6 +136,11 @@ class World:
         self.now += timedelta(seconds=seconds)
 
     # -- facts of nodes and users -------------------------------------------------------
+
+    def adopt(self, policy: Policy) -> None:
+        """Decide by another policy from the next cycle on."""
+        self.policy, after = policy, self.cluster.policy_sequence
+        self.publish(PolicyAdopted(digest=policy.digest, policy=policy, after_sequence=after, origin="request"))
 
     def join(
         self,
@@ -279,8 +285,9 @@ class World:
 class Chaos:
     """Random actions of agents, nodes and users, in any order that the bus allows."""
 
-    def __init__(self, world: World, rng: random.Random, nodes: int = 3) -> None:
-        self.world, self.rng = world, rng
+    def __init__(self, world: World, rng: random.Random, nodes: int = 3, policies: Sequence[Policy] = ()) -> None:
+        """``policies``: those among which operators change."""
+        self.world, self.rng, self.policies = world, rng, policies
         world.delayed = lambda: rng.random() < 0.2
         self.lives: dict[str, int] = {}
         self.machines = {f"n{i}": "ab"[i % 2] for i in range(nodes)} if rng.random() < 0.5 else {}
@@ -367,7 +374,9 @@ class Chaos:
 
     def _user(self) -> None:
         runs = [run for run in self.world.cluster.runs.values() if not run.terminal]
-        if runs and self.rng.random() < 0.15:
+        if self.policies and self.rng.random() < 0.3:
+            self.world.adopt(self.rng.choice(self.policies))
+        elif runs and self.rng.random() < 0.15:
             self.world.cancel(self.rng.choice(runs).run_id)
         elif self.world.cluster.runs.total < 15:
             self.submit()

@@ -72,6 +72,8 @@ async def _print_state(client: AsyncClient, *, as_json: bool) -> None:
         return
     leads = "leads" if state["leads"] else "is a standby"
     print(f"{state['instance']} {leads}; policy {state['policy']}; {plural(state['queue_length'], 'run')} in the queue")
+    if unused := state.get("unused_settings"):
+        print(unused)
     for what, found in state["quarantine"].items():
         for name, reason in found.items():
             print(f"in quarantine: {what.removesuffix('s')} {name}: {render.visible(reason)}")

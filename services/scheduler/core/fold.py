@@ -33,7 +33,13 @@ from services.scheduler.core.state.cluster import (
 )
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
-from services.scheduler.core.state.quarantine import describe_error, quarantine_node, quarantine_run, release_run
+from services.scheduler.core.state.quarantine import (
+    describe_error,
+    quarantine_node,
+    quarantine_run,
+    release_run,
+    reset_index,
+)
 from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of
@@ -124,12 +130,7 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
     elif isinstance(fact, CapacityWanted):
         cluster.capacity[fact.pool] = update_demand(cluster.capacity.get(fact.pool), fact, time)
     elif isinstance(fact, PolicyAdopted):
-        cluster.policy, cluster.policy_sequence = fact.policy, sequence
-        for run_id in cluster.queued:
-            _predict(cluster, cluster.runs[run_id])
-            # Its place in line follows from that.
-            cluster.index.touch(run_id)
-        cluster.usage.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
+        _adopted(cluster, fact, sequence, time)
 
 
 def seen(cluster: Cluster, subject: str, sequence: int) -> None:
@@ -145,6 +146,17 @@ def seen(cluster: Cluster, subject: str, sequence: int) -> None:
         if (known := cluster.runs.get(run_id)) is not None and known.last_sequence < sequence:
             known.last_sequence = sequence
             _store_run(cluster, known)
+    elif (aggregate, name) == (PolicyAdopted.aggregate, PolicyAdopted.fact):
+        cluster.policy_sequence = max(cluster.policy_sequence, sequence)
+
+
+def _adopted(cluster: Cluster, fact: PolicyAdopted, sequence: int, time: datetime) -> None:
+    cluster.adopted, cluster.policy_sequence = fact, sequence
+    for run_id in cluster.queued:
+        _predict(cluster, cluster.runs[run_id])
+    cluster.usage.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
+    # Places in line, times to look at a run again and more follow from the policy.
+    reset_index(cluster)
 
 
 def _store_run(cluster: Cluster, known: Run) -> None:

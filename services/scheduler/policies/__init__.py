@@ -53,6 +53,18 @@ def with_settings(name_or_path: str, settings: Iterable[str]) -> Policy:
     return _validated(content, where)
 
 
+def change(policy: Policy, settings: Iterable[str]) -> Policy:
+    """The policy with some fields set.
+
+    Raises:
+        PolicyError: a setting is not valid.
+    """
+    content = policy.model_dump(mode="json")
+    for setting in settings:
+        _set(content, setting)
+    return _validated(content, f"policy {policy.name}")
+
+
 def _text(name_or_path: str) -> tuple[str, str]:
     if name_or_path in names():
         preset = files(__name__).joinpath(name_or_path + _SUFFIX)

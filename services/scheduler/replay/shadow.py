@@ -85,8 +85,8 @@ class Shadow:
 
     def __init__(self, candidate: Policy, in_force: Policy, published_ids: Iterable[str] = ()) -> None:
         #: The same log in two folds: what one cycle caches for the next, and the shares of teams, follow the policy.
-        self.cluster = Cluster(policy=in_force)
-        self.candidate_cluster = Cluster(policy=candidate)
+        self.cluster = Cluster(adopted=PolicyAdopted(digest=in_force.digest, policy=in_force))
+        self.candidate_cluster = Cluster(adopted=PolicyAdopted(digest=candidate.digest, policy=candidate))
         self.candidate, self.in_force = candidate, in_force
         self.result = Comparison()
         self._policies: dict[str, Policy] = {in_force.digest: in_force}

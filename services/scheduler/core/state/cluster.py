@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from contracts.events import node
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
@@ -415,8 +416,8 @@ class Cluster:
     placed_sequence: int = 0
     #: When slots last changed hands.
     moved_at: datetime = EPOCH
-    #: The policy that the last leader adopted, and when it did: its digest and sequence.
-    policy: Policy | None = None
+    #: The adoption of the policy in force; and the sequence of the last message about that, readable or not.
+    adopted: PolicyAdopted | None = None
     policy_sequence: int = 0
     #: Who uses, and has used, how many slots.
     usage: TeamUsage = field(default_factory=TeamUsage)
@@ -427,6 +428,11 @@ class Cluster:
     capacity: dict[str, PoolDemand] = field(default_factory=dict)
     #: What one cycle caches for the next; it follows from all the rest.
     index: Index = field(default_factory=Index, compare=False, repr=False)
+
+    @property
+    def policy(self) -> Policy | None:
+        """Return the policy in force; None if none has been adopted."""
+        return self.adopted.policy if self.adopted is not None else None
 
     @property
     def quarantined(self) -> set[str]:

@@ -35,7 +35,11 @@ class PolicyRequests:
                 log.info("already answered", request_id=request_id)
                 return
             fact = answer_adopt_policy(received, adopted).model_copy(
-                update={"request_id": request_id, "after_sequence": after_sequence}
+                update={
+                    "request_id": request_id,
+                    "after_sequence": after_sequence,
+                    "instance": self.bus.settings.instance,
+                }
             )
             if await self._publish(fact, received.envelope):
                 log.info("policy adopted", policy=fact.policy.name, digest=fact.digest, user=fact.user)

@@ -1,4 +1,4 @@
-"""Queries on core NATS: why a run waits, when it will start, and the state of the cluster."""
+"""Queries on core NATS: why a run waits, when it will start, the state of the cluster, what a policy would change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from contracts import subjects
+from services.scheduler import policies
 from services.scheduler.child_process import ChildError
 from services.scheduler.core import reasons
 from services.scheduler.core.explain.estimate import Estimate, Estimator
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import describe_quarantine, explain_quarantine
 from services.scheduler.leader import Leader
+from services.scheduler.replay.policy_diff import diff_policy
 
 #: Instances share the questions; each has folded the same log.
 GROUP = "scheduler"
@@ -61,7 +63,7 @@ class Forecast:
 
 @asynccontextmanager
 async def serve_queries(leader: Leader, forecast: Forecast) -> AsyncIterator[None]:
-    """Answer ``why`` and ``state`` inside the block."""
+    """Answer ``why``, ``state`` and ``policy_diff`` inside the block."""
     bus, cache = leader.bus, leader.cache
 
     async def why(message: Msg) -> None:
@@ -90,7 +92,21 @@ async def serve_queries(leader: Leader, forecast: Forecast) -> AsyncIterator[Non
         policy = {"policy": leader.policy.name, "unused_settings": leader.unused_settings}
         await message.respond(_json({**leads, **policy, **summary}))
 
-    endpoints = {subjects.service("scheduler", "why"): why, subjects.service("scheduler", "state"): state}
+    async def policy_diff(message: Msg) -> None:
+        await message.respond(_json(await _policy_diff(message.data)))
+
+    async def _policy_diff(body: bytes) -> dict[str, Any]:
+        try:
+            policy = policies.parse(body.decode(), "the policy")
+            # It changes the cluster: in a process of its own, on a copy.
+            return await cache.compute_in_child(diff_policy, cache.now(), leader.policy, policy, leader.reachable_since)
+        except (policies.PolicyError, UnicodeDecodeError) as error:
+            return {"error": str(error)}
+        except ChildError as error:
+            return {"error": f"the cycle could not be simulated: {error}"}
+
+    answers = {"why": why, "state": state, "policy_diff": policy_diff}
+    endpoints = {subjects.service("scheduler", name): answer for name, answer in answers.items()}
     for subject, callback in endpoints.items():
         await bus.add_endpoint(subject, GROUP, callback)
     # The service answers as soon as its subscriptions are at the server.

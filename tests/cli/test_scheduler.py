@@ -70,28 +70,28 @@ def test_toml_is_read_back_as_it_was() -> None:
     assert read == content
 
 
-def run(*args: str) -> Any:
-    result = CliRunner().invoke(app, ["scheduler", *args])
+def run(*args: str, group: str = "scheduler") -> Any:
+    result = CliRunner().invoke(app, [group, *args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
 
 
 def test_policies_are_listed_and_checked(tmp_path: Path) -> None:
-    listed = json.loads(run("policy", "presets", "--json").stdout)
+    listed = json.loads(run("presets", "--json", group="policy").stdout)
     assert "fifo" in {each["name"] for each in listed}
-    assert "fifo-skip" in run("policy", "presets").stdout
-    shown = run("policy", "check", "fair-share", "--set", "fair_share.half_life_s=60").stdout
+    assert "fifo-skip" in run("presets", group="policy").stdout
+    shown = run("check", "fair-share", "--set", "fair_share.half_life_s=60", group="policy").stdout
     file = tmp_path / "own.toml"
     file.write_text(shown)
-    again = json.loads(run("policy", "check", str(file), "--json").stdout)
+    again = json.loads(run("check", str(file), "--json", group="policy").stdout)
     assert again["valid"]
     assert again["changes"]["fair_share"] == {"half_life_s": 60.0}
     file.write_text("[order]\nskipp = true\n")
     with pytest.raises(TrainbusError, match=r"order\.skipp: unknown field: did you mean order\.skip"):
-        run("policy", "check", str(file))
+        run("check", str(file), group="policy")
     with pytest.raises(TrainbusError, match="there is no policy"):
-        run("policy", "check", "no-such")
+        run("check", "no-such", group="policy")
 
 
 @pytest.fixture

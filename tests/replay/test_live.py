@@ -39,7 +39,7 @@ from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog, FileLog
-from trainbus.commands import runs, scheduler
+from trainbus.commands import policy, runs, scheduler
 from trainbus.commands.options import silence_logs
 from trainbus.commands.scheduler_replay import replay_decisions, replay_log
 
@@ -225,18 +225,18 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
 async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys: Any, tmp_path: Path) -> None:
     async with AsyncClient(address=address(settings)) as client:
         with pytest.raises(TrainbusError, match="no scheduler has adopted"):
-            await scheduler.show(client)
+            await policy.show(client)
         async with running(settings):
             await until(bus, "policy.*.adopted")
-        await scheduler.show(client, as_json=True)
+        await policy.show(client, as_json=True)
         told = json.loads(capsys.readouterr().out)
         assert told["name"] == "default"
         assert Policy.model_validate(told["policy"]).digest == told["digest"]
-        await scheduler.show(client)
+        await policy.show(client)
     # What is shown can be used as a file.
     file = tmp_path / "policy.toml"
     file.write_text(capsys.readouterr().out)
-    assert scheduler.load_policy(str(file)).digest == told["digest"]
+    assert policy.load_policy(str(file)).digest == told["digest"]
 
 
 async def test_why_at_repeats_the_answer_of_why(settings: Settings, bus: Bus, capsys: Any) -> None:

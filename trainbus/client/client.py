@@ -23,9 +23,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from contracts import subjects, topology
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
+from contracts.scheduling import Policy
 from contracts.texts import describe
-from trainbus.client import checkpoints, explanation, runs
+from trainbus.client import checkpoints, explanation, policy, runs
 from trainbus.client.address import StackAddress, find_address
 from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, StoredEvent, connect, derive_run_id
@@ -33,6 +35,7 @@ from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
 from trainbus.client.package import pack_project
+from trainbus.client.policy import AdoptedPolicy
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import MetricPoint
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
@@ -432,6 +435,28 @@ class AsyncClient:
         """
         return await self._change_drain(UndrainRequested(node_id=node_id, reason=reason, user=user), "undrained")
 
+    async def policy(self) -> AdoptedPolicy:
+        """Return the scheduler's policy in force, since when, by whom and why."""
+        return await policy.read_policy(self.connection)
+
+    async def diff_policy(self, candidate: Policy) -> dict[str, Any]:
+        """Return which settings a policy changes, and what it changes about the runs of now in the next cycles.
+
+        Raises:
+            UsageError: this version of the scheduler does not take the policy.
+        """
+        return await policy.diff_policy(self.connection, candidate)
+
+    async def apply_policy(
+        self, candidate: Policy, reason: str, *, user: str | None = None, replaces: str | None = None
+    ) -> PolicyAdopted:
+        """Put a policy in force from the next cycle on; ``replaces`` is the digest of the one that it was made from.
+
+        Raises:
+            TrainbusError: it is refused, since another policy is in force by now; or no scheduler answers.
+        """
+        return await policy.apply_policy(self.connection, candidate, reason, user=user, replaces=replaces)
+
     async def _change_drain(self, request: DrainRequested | UndrainRequested, answer: str) -> str | None:
         node_id, known = request.node_id, runs.fold_events(await self.connection.read(subjects.node())).nodes
         if node_id not in known:
@@ -527,6 +552,9 @@ class Client:
     models = _sync(AsyncClient.models)
     drain = _sync(AsyncClient.drain)
     undrain = _sync(AsyncClient.undrain)
+    policy = _sync(AsyncClient.policy)
+    diff_policy = _sync(AsyncClient.diff_policy)
+    apply_policy = _sync(AsyncClient.apply_policy)
 
     # -- the loop in its thread ------------------------------------------------------
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tomllib
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -14,19 +12,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contracts import subjects, topology
-from contracts.base import Request
+from contracts import subjects
 from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelFact, ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
 from contracts.state.model import ModelSettings, champion_of
 from trainbus.client.connection import Connection, StoredEvent
-from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
-from trainbus.client.requests import find_refusal
+from trainbus.client.errors import NotFoundError, UsageError
 
-#: Seconds for which the evaluation service's answer to a request is awaited.
-ANSWER_TIMEOUT_S = 20.0
 #: The facts that the view of a model is folded from.
 FACTS = (
     subjects.model(),
@@ -153,43 +147,6 @@ async def find_model(connection: Connection, name: str) -> ModelRecord:
     if name not in known:
         raise NotFoundError(f"there is no model {name!r}; there are {', '.join(known) or 'none'}")
     return known[name]
-
-
-async def publish_and_wait(connection: Connection, request: Request, model: str) -> Any:
-    """Publish a request about a model and return the fact that it led to.
-
-    Raises:
-        TrainbusError: the evaluation service refused it, or does not answer.
-    """
-    start = await connection.last_sequence(topology.FACTS) + 1
-    request_id = await connection.publish_request(request)
-    answers = [
-        asyncio.ensure_future(_find_fact(connection, start, model, request_id)),
-        asyncio.ensure_future(find_refusal(connection, start, request, request_id)),
-    ]
-    try:
-        done, _ = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in answers:
-            each.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await each
-    if not done:
-        raise TrainbusError(
-            "requested, but the evaluation service has not answered yet: it does so once it runs (`trainbus doctor`)"
-        )
-    answer = done.pop().result()
-    if isinstance(answer, str):
-        raise TrainbusError(answer)
-    return answer
-
-
-async def _find_fact(connection: Connection, start: int, model: str, request_id: str) -> Any:
-    async for batch in connection.follow(topology.FACTS, subjects.model(model), start_sequence=start):
-        for message in batch:
-            if message.envelope.causation_id == request_id:
-                return message.event
-    raise AssertionError("following a stream does not end")
 
 
 def change_gates(gates: ModelGates, changes: Iterable[str], removals: Iterable[str] = ()) -> ModelGates:

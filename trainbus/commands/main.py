@@ -17,6 +17,7 @@ from trainbus.commands import (
     dead_letters,
     lake,
     models,
+    policy,
     render,
     replay,
     report,
@@ -45,6 +46,7 @@ app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(models.app, name="models", rich_help_panel="Runs")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
+app.add_typer(policy.app, name="policy", rich_help_panel="Cluster")
 app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
 app.add_typer(replay.app, name="replay", rich_help_panel="Cluster")
 

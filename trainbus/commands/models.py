@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from contracts import subjects
 from contracts.base import TOKEN_PATTERN
 from contracts.texts import describe
 from trainbus.client.errors import UsageError
@@ -241,9 +242,9 @@ async def gates(
 
 async def _request(client: AsyncClient, request: Any, model: str, as_json: bool, quiet: bool = False) -> Any:
     """Publish a request, wait for what becomes of it, and print that."""
-    from trainbus.client.models import publish_and_wait
+    from trainbus.client.requests import publish_and_wait
 
-    fact = await publish_and_wait(client.connection, request, model)
+    fact = await publish_and_wait(client.connection, request, subjects.model(model), "evaluation service")
     if as_json:
         print(render.as_json(fact))
     elif not quiet:

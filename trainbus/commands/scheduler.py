@@ -1,22 +1,21 @@
-"""``trainbus scheduler``: replay its decisions, try other nodes and policies, show the policy in force."""
+"""``trainbus scheduler``: its state; replay its decisions, try other nodes and policies."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from contracts.texts import plural
 from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.commands import render
+from trainbus.commands import policy, render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_client
+from trainbus.commands.policy import Settings, load_policy
 from trainbus.commands.times import parse_duration, parse_time
 
 if TYPE_CHECKING:
-    from contracts.scheduling import Policy
     from trainbus.client.client import AsyncClient
     from trainbus.client.fact_log import FactLog
 
@@ -25,17 +24,14 @@ T = TypeVar("T")
 STATE_TIMEOUT_S = 5.0
 
 app = typer.Typer(
-    help="The scheduler: its state and policy; replay its decisions, try other nodes and policies, shadow it.",
+    help="The scheduler: its state; replay its decisions, try other nodes and policies, shadow it.",
 )
-policy_app = typer.Typer(no_args_is_help=True, help="Show the policy in force, list the presets, check a file.")
-app.add_typer(policy_app, name="policy")
+# As it was called before it had a place of its own.
+app.add_typer(policy.app, name="policy", hidden=True)
 
 Log = Annotated[
     Path | None,
     typer.Option("--log", help="Read a file (JSONL, as `trainbus simulate --events` writes it) instead of the bus."),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A field of the policy: order.skip=true; repeatable.")
 ]
 
 
@@ -55,7 +51,7 @@ def _with_log(path: Path | None, data_dir: Path | None, work: Callable[[FactLog]
 
 @app.callback(invoke_without_command=True)
 def default(context: typer.Context, data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
-    """The scheduler: its state and policy; replay its decisions, try other nodes and policies, shadow it."""
+    """The scheduler: its state; replay its decisions, try other nodes and policies, shadow it."""
     if context.invoked_subcommand is None:
         with_client(choose_data_dir(data_dir, stack), lambda client: _print_state(client, as_json=as_json))
     elif data_dir is not None or stack is not None or as_json:
@@ -169,85 +165,3 @@ async def shadow(
 
     for_s = parse_duration(during) if during is not None else None
     await shadow_scheduler(client.connection, load_policy(policy, settings or ()), for_s=for_s, as_json=as_json)
-
-
-# -- policy -----------------------------------------------------------------------
-
-
-def load_policy(name_or_path: str, settings: Iterable[str] = ()) -> Policy:
-    """Return the policy of this name or in this file.
-
-    Raises:
-        UsageError: there is none, or it is not valid.
-    """
-    from services.scheduler import policies
-
-    try:
-        return policies.with_settings(name_or_path, settings)
-    except policies.PolicyError as error:
-        raise UsageError(str(error)) from error
-
-
-def _changes_of(policy: Policy) -> dict[str, Any]:
-    """Return what of a policy is not the default: all that its file needs to hold."""
-    return {"name": policy.name} | policy.model_dump(mode="json", exclude_defaults=True)
-
-
-def _print_policy_file(policy: Policy, title: str) -> None:
-    from trainbus.commands import toml_writer
-
-    print(f"# {title}; the rest is the default")
-    print(toml_writer.dumps(_changes_of(policy)), end="")
-
-
-@command(policy_app)
-async def show(client: AsyncClient, as_json: Json = False) -> None:
-    """Show the policy that the leading scheduler has adopted."""
-    from contracts import subjects, topology
-
-    subject = subjects.fact("policy", subjects.WILDCARD, "adopted")
-    message = await client.connection.read_last(topology.FACTS, subject)
-    if message is None:
-        raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
-    adopted = message.event
-    if as_json:
-        named = {"name": adopted.policy.name, "digest": adopted.digest, "adopted_at": message.time}
-        named |= {"adopted_by": adopted.instance, "sequence": message.sequence, "policy": adopted.policy}
-        print(render.as_json(named))
-        return
-    by = f" by {adopted.instance}" if adopted.instance else ""
-    _print_policy_file(adopted.policy, f"{adopted.digest}, adopted {message.time:%Y-%m-%d %H:%M:%S} UTC{by}")
-
-
-@policy_app.command()
-def check(
-    name: Annotated[str, typer.Argument(help="A file (TOML or JSON), or a policy's name.")],
-    settings: Settings = None,
-    as_json: Json = False,
-) -> None:
-    """Check a policy and print what differs from the default; exit 2 if it is not valid."""
-    policy = load_policy(name, settings or ())
-    if as_json:
-        print(json.dumps({"name": policy.name, "digest": policy.digest, "valid": True, "changes": _changes_of(policy)}))
-    else:
-        _print_policy_file(policy, f"{policy.name} ({policy.digest}) is valid")
-
-
-@policy_app.command()
-def presets(as_json: Json = False) -> None:
-    """List the policies that come with trainbus."""
-    from services.scheduler import policies
-
-    found = [policies.load(name) for name in policies.names()]
-    if as_json:
-        rows = [{"name": each.name, "digest": each.digest, "changes": _changes_of(each)} for each in found]
-        print(render.as_json(rows))
-        return
-    table = render.table("policy", "order", "overtaking", "nodes", "takes slots for")
-    for each in found:
-        backfill = each.reserve.backfill
-        overtaking = "who fits" if each.order.skip else f"{backfill} backfill" if backfill != "none" else "no"
-        default = " (default)" if each.name == policies.DEFAULT else ""
-        reclaim = ", ".join(each.reclaim.by) or "-"
-        table.add_row(each.name + default, ", ".join(each.order.by), overtaking, each.place.by, reclaim)
-    render.console().print(table)

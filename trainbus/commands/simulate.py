@@ -66,7 +66,7 @@ def simulate(
     from services.scheduler import policies
     from services.scheduler.simulate import generate as generation
     from services.scheduler.simulate.traces import TraceError
-    from trainbus.commands.scheduler import load_policy
+    from trainbus.commands.policy import load_policy
 
     try:
         if generate:

@@ -65,6 +65,15 @@ def change(policy: Policy, settings: Iterable[str]) -> Policy:
     return _validated(content, f"policy {policy.name}")
 
 
+def parse(text: str, where: str) -> Policy:
+    """The policy in a text, TOML or JSON; ``where`` is what errors call it.
+
+    Raises:
+        PolicyError: it is not valid.
+    """
+    return _validated(_parsed(text, where), where)
+
+
 def _text(name_or_path: str) -> tuple[str, str]:
     if name_or_path in names():
         preset = files(__name__).joinpath(name_or_path + _SUFFIX)

@@ -1,0 +1,71 @@
+"""The scheduler's policy: which one is in force, what another one would change, and adopting it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from contracts.events.capacity import PolicyAdopted
+from contracts.events.train import AdoptPolicyRequested
+from contracts.scheduling import Policy
+from trainbus.client.connection import Connection
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.requests import publish_and_wait
+
+#: Seconds for which the scheduler's simulation of a cycle is awaited.
+DIFF_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedPolicy:
+    """The policy in force, and how it came to be: ``fact`` says by whom and why."""
+
+    fact: PolicyAdopted
+    adopted_at: datetime
+    sequence: int
+
+    @property
+    def policy(self) -> Policy:
+        return self.fact.policy
+
+
+async def read_policy(connection: Connection) -> AdoptedPolicy:
+    """Return the policy in force.
+
+    Raises:
+        TrainbusError: none has been adopted.
+    """
+    adoptions = await connection.read(PolicyAdopted.subject_filter())
+    if not adoptions:
+        raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
+    return AdoptedPolicy(adoptions[-1].event, adoptions[-1].time, adoptions[-1].sequence)
+
+
+async def diff_policy(connection: Connection, policy: Policy) -> dict[str, Any]:
+    """Return which settings a policy changes, and what it changes in the next cycles, as the scheduler simulates it.
+
+    Raises:
+        UsageError: this version of the scheduler does not take the policy.
+        TrainbusError: no scheduler answers.
+    """
+    found = await connection.query("scheduler", "policy_diff", policy.model_dump(mode="json"), DIFF_TIMEOUT_S)
+    if found is None:
+        raise TrainbusError("no scheduler of this version answers: see `trainbus doctor`")
+    if "error" in found:
+        raise UsageError(str(found["error"]))
+    return found
+
+
+async def apply_policy(
+    connection: Connection, policy: Policy, reason: str, *, user: str | None = None, replaces: str | None = None
+) -> PolicyAdopted:
+    """Adopt a policy, in force from the next cycle on; ``replaces`` is the digest of the one that it was made from.
+
+    Raises:
+        TrainbusError: it is refused, since another policy is in force by now; or no scheduler answers.
+    """
+    request = AdoptPolicyRequested(policy=policy, replaces=replaces, reason=reason, user=user)
+    fact = await publish_and_wait(connection, request, PolicyAdopted.subject_filter(), "scheduler")
+    assert isinstance(fact, PolicyAdopted)
+    return fact

@@ -46,6 +46,7 @@ from services.gateway.page import (
     PAGE,
     docs_assets_dir,
 )
+from services.gateway.policy_routes import policy_routes
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
 from services.gateway.settings import GatewaySettings
@@ -92,6 +93,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(studies.read_routes(service.bus))
     app.include_router(_catalog_routes(projection, settings))
     app.include_router(model_routes(commands, projection, _json_body))
+    app.include_router(policy_routes(service.bus, commands, _json_body))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
     return app
 

@@ -13,6 +13,7 @@ from contracts import subjects, topology
 from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested, TuneRequested
+from contracts.scheduling import Policy
 from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
 from services.gateway.core.fold import request_hash
@@ -24,6 +25,7 @@ from services.kit.bus import Bus, PublishAck, TransientError
 #: How long a client waits for the bus before it must retry.
 PUBLISH_TIMEOUT_S = 10.0
 WHY_TIMEOUT_S = 2.0
+DIFF_TIMEOUT_S = 40.0
 MAX_KEY = 255
 
 
@@ -130,6 +132,15 @@ class Commands:
         """Whether the message that the server took a request for a repetition of holds this very request."""
         stored = await self._bus.get_message(sequence, topology.REQUESTS.name)
         return stored is None or stored.event == request
+
+    async def diff_policy(self, policy: Policy) -> dict[str, Any] | None:
+        """Return what a policy would change, as the scheduler simulates it; None if it does not answer."""
+        subject, body = subjects.service("scheduler", "policy_diff"), policy.model_dump_json().encode()
+        try:
+            reply = await self._bus.nc.request(subject, body, timeout=DIFF_TIMEOUT_S)
+            return dict(json.loads(reply.data))
+        except (nats.errors.Error, TimeoutError, ValueError):
+            return None
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
         """Why a run is where it is, in the scheduler's words; None if it does not answer."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from contracts.events.capacity import PolicyOrigin
 from contracts.main_metric import choose_main_metric
 from contracts.state.node import NodeDrain
 from contracts.state.run import TERMINAL_STATES
@@ -459,9 +460,34 @@ class AcceptedNodeRequest(View):
 
 
 class AcceptedModelRequest(View):
-    """The request is on the bus; the model's facts show its result, a dead letter why it was refused."""
+    """The request is on the bus; the model's facts show its result, ``request.<id>.refused`` why it was refused."""
 
     model: str
+    request_id: str
+    duplicate: bool = False
+    sequence: int
+
+
+class AdoptedPolicy(View):
+    """The scheduler's policy in force, and how it came to be."""
+
+    name: str
+    digest: str
+    adopted_at: datetime
+    #: The scheduler that published it.
+    adopted_by: str
+    #: default: nobody has chosen it; setting: the first scheduler was started with it; request. None: in an old log.
+    origin: PolicyOrigin | None
+    settings: list[str]
+    user: str
+    reason: str
+    policy: dict[str, Any]
+
+
+class AcceptedPolicyRequest(View):
+    """The request is on the bus; ``GET /policy`` has its digest once the policy is in force."""
+
+    digest: str
     request_id: str
     duplicate: bool = False
     sequence: int

@@ -17,11 +17,19 @@ import pytest
 from contracts import subjects
 from contracts.base import run_id_for
 from contracts.envelope import Envelope
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
 from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
-from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
+from contracts.events.train import (
+    AdoptPolicyRequested,
+    CancelRequested,
+    DrainRequested,
+    RestoreRequested,
+    UndrainRequested,
+)
+from contracts.scheduling import Policy
 from contracts.spec.gates import ModelGates
 from services.gateway import commands
 from services.gateway.mlflow_pages import find_mlflow_url
@@ -30,6 +38,8 @@ from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
 from tests.kit.support import until
 from trainbus.embedded.servers import NatsServer
+
+FIFO = Policy.model_validate({"name": "fifo", "order": {"by": ["submitted"]}})
 
 
 async def publish(bus: Bus, *events: Any) -> int:
@@ -384,6 +394,36 @@ async def test_drain_and_undrain(gateway: Running, bus: Bus) -> None:
     [node] = (await gateway.get("/nodes"))["nodes"]
     assert (node["state"], node["reason"], node["drain"]["user"]) == ("draining", "a loud fan", "ada")
     assert datetime.fromisoformat(node["drain"]["requested_at"]) == requests[0].stored_at
+
+
+async def test_the_policy_is_shown_compared_and_adopted(gateway: Running, bus: Bus) -> None:
+    assert (await gateway.client.get("/policy")).status_code == 404
+    assert (await gateway.client.post("/policy/diff", json={"policy": {}})).status_code == 503
+    fact = PolicyAdopted(digest=FIFO.digest, policy=FIFO, origin="request", user="ada", reason="gangs wait")
+    await publish(bus, fact)
+    shown = await gateway.get("/policy")
+    assert (shown["name"], shown["digest"], shown["user"]) == ("fifo", FIFO.digest, "ada")
+    assert Policy.model_validate(shown["policy"]) == FIFO
+    asked = {"policy": {"name": "team"}, "replaces": FIFO.digest, "reason": "quotas", "user": "bob"}
+    for _ in range(2):
+        answer = await gateway.client.put("/policy", json=asked, headers={"Idempotency-Key": "k"})
+        assert answer.status_code == 202
+    assert answer.json()["digest"] == Policy(name="team").digest
+    [stored] = await bus.read_history(subjects.request("adopt_policy"), stream="REQUESTS")
+    assert stored.event == AdoptPolicyRequested.model_validate(asked)
+    wrong = await gateway.client.put("/policy", json={"policy": {"order": {"skipp": True}}})
+    assert wrong.status_code == 422
+    assert "policy.order.skipp" in wrong.text
+
+    async def answer_diff(message: Any) -> None:
+        policy = Policy.model_validate_json(message.data)
+        await message.respond(json.dumps({"error": "too new"} if policy == FIFO else {"changes": []}).encode())
+
+    await bus.nc.subscribe(subjects.service("scheduler", "policy_diff"), cb=answer_diff)
+    await bus.nc.flush()
+    assert (await gateway.client.post("/policy/diff", json=asked)).json() == {"changes": []}
+    refused = await gateway.client.post("/policy/diff", json={"policy": FIFO.model_dump(mode="json")})
+    assert (refused.status_code, refused.json()["detail"]) == (422, "too new")
 
 
 async def test_operations(gateway: Running) -> None:

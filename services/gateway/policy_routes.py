@@ -1,0 +1,66 @@
+"""The scheduler's policy over HTTP: the one in force, what another one would change, and the request to adopt it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, HTTPException, Request
+
+from contracts.events.capacity import PolicyAdopted
+from contracts.events.train import AdoptPolicyRequested
+from services.gateway import queries, views
+from services.gateway.commands import MAX_KEY, Commands
+from services.kit.bus import Bus
+
+Key = Annotated[
+    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
+]
+BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+
+
+def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
+    """Return the routes of ``/policy``."""
+    router = APIRouter()
+
+    @router.get("/policy", response_model=views.AdoptedPolicy)
+    async def get_policy() -> views.AdoptedPolicy:
+        """Return the policy in force, since when, by whom and why."""
+        adoptions = await bus.read_history(PolicyAdopted.subject_filter())
+        if not adoptions:
+            raise queries.NotFound("no scheduler has adopted a policy yet")
+        last = adoptions[-1]
+        fact: PolicyAdopted = last.event
+        told = fact.model_dump(include={"digest", "origin", "settings", "user", "reason", "policy"})
+        at = last.stored_at or last.envelope.time
+        return views.AdoptedPolicy(name=fact.policy.name, adopted_at=at, adopted_by=fact.instance, **told)
+
+    @router.post("/policy/diff", openapi_extra=BODY)
+    async def diff_policy(request: Request) -> dict[str, Any]:
+        """Return which settings a policy changes, and what about the runs of now. The body is that of PUT."""
+        event, _ = commands.parse(AdoptPolicyRequested, await read_body(request), "")
+        found = await commands.diff_policy(event.policy)
+        if found is None:
+            raise HTTPException(503, "no scheduler answers: try again, or see `trainbus doctor`")
+        if "error" in found:
+            raise HTTPException(422, found["error"])
+        return found
+
+    @router.put("/policy", status_code=202, response_model=views.AcceptedPolicyRequest, openapi_extra=BODY)
+    async def put_policy(request: Request, key: Key = None) -> views.AcceptedPolicyRequest:
+        """Adopt a policy from the next scheduling cycle on. The body has the fields of `adopt_policy.requested`.
+
+        It is in force once `GET /policy` shows its digest; `request.<id>.refused` says why it is not.
+        """
+        event, envelope = commands.parse(AdoptPolicyRequested, await read_body(request), key or "")
+        accepted = await commands.publish(event, envelope, "")
+        return views.AcceptedPolicyRequest(
+            digest=event.policy.digest,
+            request_id=accepted.request_id,
+            duplicate=accepted.duplicate,
+            sequence=accepted.sequence,
+        )
+
+    return router

@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from trainbus.client.address import find_named_data_dir, find_running_data_dir
+from contracts.scheduling import Policy
+from services.kit.bus import Bus
+from services.kit.settings import Settings
+from services.scheduler import policies
+from services.scheduler.app import SchedulerSettings, policy_of
+from services.scheduler.core.state.cluster import Cluster
+from tests.scheduler.test_policy_adoption import ADOPTED, started
+from trainbus.client.address import StackAddress, find_named_data_dir, find_running_data_dir
+from trainbus.client.client import AsyncClient
 from trainbus.client.errors import UsageError
-from trainbus.embedded.layout import StackOptions, policy_name, stack_file, write_policy
+from trainbus.commands.stack import adopt_given_policy
+from trainbus.embedded.layout import StackOptions, given_policy, stack_file, write_policy
 from trainbus.embedded.registry import list_stacks, register, registry_dir, unregister
 from trainbus.embedded.supervisor import lock
 
@@ -89,22 +98,49 @@ def test_what_a_killed_stack_left_is_ignored_and_deleted_by_the_next(
     assert len(list(registry_dir().iterdir())) == 1
 
 
-def test_a_start_without_a_policy_keeps_the_one_in_force(tmp_path: Path) -> None:
+def test_a_start_without_a_policy_asks_for_none(tmp_path: Path) -> None:
     file = tmp_path / "team.toml"
     file.write_text('name = "team"\n[order]\nskip = true\n')
+    in_force = Policy(name="other")
     assert write_policy(StackOptions(tmp_path)) == ({}, False)
-    assert write_policy(StackOptions(tmp_path, policy=str(file)))[0].keys() == {"TRAINBUS_POLICY"}
+    assert given_policy(StackOptions(tmp_path), in_force) is None
+    team = StackOptions(tmp_path, policy=str(file))
+    assert write_policy(team)[0].keys() == {"TRAINBUS_POLICY"}
+    assert given_policy(team, in_force) == policies.load(str(file))
     file.unlink()
-    # The scheduler itself keeps the policy that its log has.
     assert write_policy(StackOptions(tmp_path)) == ({}, False)
-    assert policy_name(tmp_path) == "team"
     settings, scales = write_policy(StackOptions(tmp_path, autoscale=("burst=2",)))
     assert settings
     assert scales
-    assert policy_name(tmp_path) == "team"
-    # The pool of an earlier start is changed, not doubled; it stays without the option.
-    assert write_policy(StackOptions(tmp_path, autoscale=("burst=3",)))[1]
+    # The pool of an earlier start is changed, not doubled; it stays without the option. All else is as in force.
+    two, three = (StackOptions(tmp_path, autoscale=(f"burst={most}",)) for most in (2, 3))
+    assert write_policy(three)[1]
+    with_two = given_policy(two, in_force)
+    assert with_two is not None
+    with_three = given_policy(three, with_two)
+    assert with_three is not None
+    assert with_three.name == "other"
+    assert [pool.max_nodes for pool in with_three.pools.pools] == [3]
     assert write_policy(StackOptions(tmp_path)) == ({}, True)
-    settings, scales = write_policy(StackOptions(tmp_path, policy="default"))
+    default = StackOptions(tmp_path, policy="default")
+    settings, scales = write_policy(default)
     assert (settings["TRAINBUS_POLICY"], scales) == ("default", False)
-    assert policy_name(tmp_path) == "default"
+    # What a new log begins with is what an old one is asked for.
+    first = policy_of(SchedulerSettings(policy="default", resume_cost_s=float(settings["TRAINBUS_RESUME_COST_S"])))
+    assert given_policy(default, in_force) == first.choose(Cluster())
+
+
+async def test_a_start_with_a_policy_adopts_it_in_place_of_the_one_in_force(
+    settings: Settings, bus: Bus, tmp_path: Path
+) -> None:
+    address = StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+    async with started(settings, policy="fifo"), AsyncClient(address=address) as client:
+        assert "policy: fifo" in await adopt_given_policy(client, StackOptions(tmp_path))
+        assert "policy: fifo" in await adopt_given_policy(client, StackOptions(tmp_path, policy="fifo"))
+        assert "policy: fgd" in await adopt_given_policy(client, StackOptions(tmp_path, policy="fgd"))
+        assert "policy: fgd" in await adopt_given_policy(client, StackOptions(tmp_path, autoscale=("burst=2",)))
+        assert "policy: fgd" in await adopt_given_policy(client, None)
+        fact = (await client.policy()).fact
+        assert [pool.name for pool in fact.policy.pools.pools] == ["burst"]
+        assert (fact.origin, fact.reason) == ("request", "given to `trainbus up`")
+    assert len(await bus.read_history(ADOPTED)) == 3

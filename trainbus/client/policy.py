@@ -12,6 +12,7 @@ from contracts.scheduling import Policy
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.requests import publish_and_wait
+from trainbus.client.runs import wait_for_event
 
 #: Seconds for which the scheduler's simulation of a cycle is awaited.
 DIFF_TIMEOUT_S = 40.0
@@ -40,6 +41,16 @@ async def read_policy(connection: Connection) -> AdoptedPolicy:
     if not adoptions:
         raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
     return AdoptedPolicy(adoptions[-1].event, adoptions[-1].time, adoptions[-1].sequence)
+
+
+async def wait_for_policy(connection: Connection, timeout_s: float) -> AdoptedPolicy:
+    """Return the policy in force; wait for a scheduler that has just started.
+
+    Raises:
+        TrainbusError: none has been adopted in time.
+    """
+    await wait_for_event(connection, 1, PolicyAdopted.subject_filter(), lambda fact: True, timeout_s)
+    return await read_policy(connection)
 
 
 async def diff_policy(connection: Connection, policy: Policy) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -21,7 +21,7 @@ from rich.table import Table
 from trainbus.client.address import find_data_dir, find_running_data_dir
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, user_name, with_client
 from trainbus.embedded.launch import (
     StackError,
     StackInfo,
@@ -37,6 +37,7 @@ from trainbus.embedded.layout import (
     WORKER,
     InvalidOptionsError,
     StackOptions,
+    given_policy,
     mlflow_uri,
     plan_stack,
     s3_keys,
@@ -44,12 +45,17 @@ from trainbus.embedded.layout import (
 from trainbus.embedded.process import end_with_parent, run_service
 from trainbus.embedded.registry import list_stacks
 
+if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient
+
 app = typer.Typer()
 PANEL = "Stack"
 SERVICE_NAMES = (*SERVICES, WORKER, AUTOSCALER)
 #: Windows has no SIGHUP.
 #: MLflow's usual port.
 MLFLOW_PORT = 5000
+#: Seconds for which a scheduler that has just started is awaited to lead: a killed one's lease lasts 3 s.
+POLICY_TIMEOUT_S = 20.0
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -65,7 +71,7 @@ def up(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md); default: the last one."
+            help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md); default: as it is."
         ),
     ] = None,
     autoscale: Annotated[
@@ -109,9 +115,8 @@ def up(
             return
         raise TrainbusError(str(error)) from error
     render.console().print(_process_table(info))
-    kept = " (in force since an earlier `up`)" if policy is None and info.policy != "default" else ""
     print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")
-    print(f"the scheduler's policy: {info.policy}{kept}")
+    _print_policy(info, options)
     if detach:
         print("`trainbus down` stops it")
         return
@@ -123,6 +128,26 @@ def up(
     code = stack.poll() or 0
     if code and not stopping:
         raise TrainbusError(f"the stack ended by itself (exit code {code})")
+
+
+def _print_policy(info: StackInfo, options: StackOptions | None) -> None:
+    """Print the policy in force, once it is the one that the options ask for; nothing if the scheduler was left out."""
+    if any(each["name"] == "scheduler" for each in info.processes):
+        print(with_client(info.data_dir, lambda client: adopt_given_policy(client, options)))
+
+
+async def adopt_given_policy(client: AsyncClient, options: StackOptions | None) -> str:
+    """Adopt the policy that the options ask for, if another one is in force; return a line about the one in force."""
+    from trainbus.client.policy import wait_for_policy
+
+    try:
+        fact = (await wait_for_policy(client.connection, POLICY_TIMEOUT_S)).fact
+        wanted = given_policy(options, fact.policy) if options is not None else None
+        if wanted is not None and wanted.digest != fact.digest:
+            fact = await client.apply_policy(wanted, "given to `trainbus up`", user=user_name())
+    except TrainbusError as error:
+        return f"the scheduler's policy: {error}"
+    return f"the scheduler's policy: {fact.policy.name} (`trainbus policy show`)"
 
 
 def _check_installation() -> None:
@@ -142,7 +167,7 @@ def _show_running_stack(folder: Path) -> None:
         raise TrainbusError(str(error)) from error
     render.console().print(_process_table(info))
     print(f"already up (process {info.pid}): {info.nodes} nodes of {info.slots} slots; data in {folder}")
-    print(f"the scheduler's policy: {info.policy}")
+    _print_policy(info, None)
     print("`trainbus down` stops it; options of `trainbus up` have effect at its next start")
 
 
@@ -185,12 +210,10 @@ def stacks(as_json: Json = False) -> None:
     if not found:
         print("no stack runs on this machine: start one with `trainbus up`")
         return
-    table = render.table("name", "state", "nodes", "policy", "gateway", "data")
+    table = render.table("name", "state", "nodes", "gateway", "data")
     for each in found:
         info = each.info
-        table.add_row(
-            each.name, info.state, f"{info.nodes} of {info.slots}", info.policy, info.gateway_url, str(each.data_dir)
-        )
+        table.add_row(each.name, info.state, f"{info.nodes} of {info.slots}", info.gateway_url, str(each.data_dir))
     render.console().print(table)
 
 

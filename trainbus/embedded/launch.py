@@ -40,8 +40,6 @@ class StackInfo:
     nodes: int
     slots: int
     processes: list[dict[str, Any]]
-    #: The policy of its scheduler, by name.
-    policy: str = "default"
     #: Where promoted models answer; '' of a stack that is older than serving.
     serving_url: str = ""
 

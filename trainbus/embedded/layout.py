@@ -19,9 +19,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.kit.ports import free_ports, port_is_free
 from trainbus.embedded.servers import NatsServer, S3Server
+
+if TYPE_CHECKING:
+    from contracts.scheduling import Policy
 
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")
@@ -40,6 +44,8 @@ SERVICES = (
 WORKER = "worker"
 #: Runs only where pools scale.
 AUTOSCALER = "autoscaler"
+#: Ranks are forked from a warm process beside their data, so a restart takes about a second.
+RESUME_COST_S = "1"
 #: The folders that the ingestion service may read; a user can set it.
 SOURCE_FOLDERS = "TRAINBUS_SOURCE_FOLDERS"
 #: The only TRAINBUS_ settings of the user that reach the stack; the others are for other stacks.
@@ -74,7 +80,7 @@ class StackOptions:
     slots: int = 2
     #: Names of units that are not started: the user runs them.
     without: tuple[str, ...] = ()
-    #: A policy's name or file; None: the one of the last start, at first the default one.
+    #: A policy's name or file; None: the one in force, at first the default one.
     policy: str | None = None
     #: Pools whose nodes start and stop as runs need them: ``NAME=MAX``. They join the policy's pools, if it has any.
     autoscale: tuple[str, ...] = ()
@@ -248,8 +254,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
         "serving": {"TRAINBUS_SERVING_PORT": str(ports["serving-http"])},
-        # Ranks are forked from a warm process beside their data, so a restart takes about a second.
-        "scheduler": scheduler_settings or {"TRAINBUS_RESUME_COST_S": "1"},
+        "scheduler": scheduler_settings or {"TRAINBUS_RESUME_COST_S": RESUME_COST_S},
         # Data in the folder where the stack was started can be a source: file:///...
         "ingestion": {SOURCE_FOLDERS: inherited.get(SOURCE_FOLDERS) or json.dumps([str(Path.cwd())])},
     }
@@ -271,48 +276,74 @@ def policy_file(data_dir: Path) -> Path:
     return data_dir / "policy.json"
 
 
-def policy_name(data_dir: Path) -> str:
-    """Return the name of the policy that the scheduler starts with."""
-    path = policy_file(data_dir.resolve())
-    return str(json.loads(path.read_text()).get("name") or "default") if path.exists() else "default"
-
-
 def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
     """Return the scheduler's settings, and whether nodes start and stop with demand.
 
-    Without a policy in the options there are none: the scheduler keeps the policy that its log has. The file says what
-    was given last: whether an autoscaler is needed, and what ``--autoscale`` adds its pools to.
+    They make the first policy of a new log; ``up`` adopts another one by request. The file says what was given last:
+    whether an autoscaler is needed, and what ``--autoscale`` adds its pools to.
 
     Raises:
         InvalidOptionsError: there is no such policy, or the policy or a pool is not valid.
     """
     path = policy_file(options.data_dir.resolve())
-    is_given = options.policy is not None or bool(options.autoscale) or options.idle_s is not None
-    if not is_given and not path.exists():
+    if not _gives_policy(options) and not path.exists():
         return {}, False
     # Imported here: the scheduler's modules take a moment to load.
-    from contracts.scheduling import Policy
     from services.scheduler import policies
 
     if options.policy == policies.DEFAULT and not options.autoscale:
         path.unlink(missing_ok=True)
-        return {"TRAINBUS_POLICY": policies.DEFAULT, "TRAINBUS_RESUME_COST_S": "1"}, False
+        return {"TRAINBUS_POLICY": policies.DEFAULT, "TRAINBUS_RESUME_COST_S": RESUME_COST_S}, False
     try:
-        base = options.policy or (str(path) if path.exists() else policies.DEFAULT)
-        policy = policies.load(base).model_dump(mode="json")
-        pools, given = policy["pools"], [_parse_pool(text, options.slots) for text in options.autoscale]
-        names = {pool["name"] for pool in given} if options.policy is None else set()
-        pools["pools"] = [*(pool for pool in pools["pools"] if pool["name"] not in names), *given]
-        if options.idle_s is not None:
-            pools["idle_s"] = options.idle_s
+        base = policies.load(options.policy or (str(path) if path.exists() else policies.DEFAULT))
+    except policies.PolicyError as error:
+        raise InvalidOptionsError(str(error)) from error
+    policy = _add_pools(base, options)
+    write_json(path, policy.model_dump(mode="json"))
+    settings = {"TRAINBUS_POLICY": str(path)} if _gives_policy(options) else {}
+    return settings, any(pool.max_nodes for pool in policy.pools.pools)
+
+
+def given_policy(options: StackOptions, in_force: Policy) -> Policy | None:
+    """Return the policy that the options ask for in place of the one in force; None: they ask for none.
+
+    Raises:
+        InvalidOptionsError: there is no such policy, or the policy or a pool is not valid.
+    """
+    if not _gives_policy(options):
+        return None
+    from services.scheduler import policies
+
+    try:
+        if options.policy == policies.DEFAULT and not options.autoscale:
+            return policies.with_settings(policies.DEFAULT, [f"reclaim.resume_cost_s={RESUME_COST_S}"])
+        base = policies.load(options.policy) if options.policy is not None else in_force
+    except policies.PolicyError as error:
+        raise InvalidOptionsError(str(error)) from error
+    return _add_pools(base, options)
+
+
+def _gives_policy(options: StackOptions) -> bool:
+    return options.policy is not None or bool(options.autoscale) or options.idle_s is not None
+
+
+def _add_pools(base: Policy, options: StackOptions) -> Policy:
+    """Return the policy with the pools of ``--autoscale`` in place of those of an earlier start."""
+    from contracts.scheduling import Policy
+
+    policy = base.model_dump(mode="json")
+    pools, given = policy["pools"], [_parse_pool(text, options.slots) for text in options.autoscale]
+    names = {pool["name"] for pool in given} if options.policy is None else set()
+    pools["pools"] = [*(pool for pool in pools["pools"] if pool["name"] not in names), *given]
+    if options.idle_s is not None:
+        pools["idle_s"] = options.idle_s
+    try:
         checked = Policy.model_validate(policy)
-    except (policies.PolicyError, ValueError) as error:
+    except ValueError as error:
         raise InvalidOptionsError(str(error)) from error
     if any(pool.name == "node" for pool in checked.pools.pools):
         raise InvalidOptionsError("a pool must not be called node: its nodes would have the names of the stack's own")
-    write_json(path, checked.model_dump(mode="json"))
-    settings = {"TRAINBUS_POLICY": str(path)} if is_given else {}
-    return settings, any(pool.max_nodes for pool in checked.pools.pools)
+    return checked
 
 
 def _parse_pool(text: str, slots: int) -> dict[str, object]:

@@ -31,7 +31,6 @@ from trainbus.embedded.layout import (
     StackOptions,
     Unit,
     plan_stack,
-    policy_name,
     stack_file,
     write_json,
 )
@@ -258,7 +257,6 @@ class Supervisor:
                 "mlflow_tracking_uri": self.layout.mlflow_uri,
                 "nodes": self.layout.options.nodes,
                 "slots": self.layout.options.slots,
-                "policy": policy_name(self.layout.data_dir),
                 "processes": [
                     {
                         "name": child.name,

@@ -138,6 +138,7 @@ async def lively(bus: Bus, runs: int = 24, seed: int = 1) -> list[str]:
     await request(bus, "train", {**COMMAND, "slotz": 1}, "bad")
     await request(bus, "train", {**COMMAND, "resume_from": "s3://models/none.json"}, "unknown")
     await request(bus, "restore", {"run_id": run_ids[0], "step": 999}, "never")
+    await until(bus, "run.*.rejected", 3)
     await all_over(bus, run_ids)
     return run_ids
 

@@ -5,10 +5,12 @@
 Two schedulers (processes of their own) share a real nats-server, each behind a link that delays what it carries by up
 to a quarter of a second; every fact is published twice and every request handled twice. In each round the one that
 leads is killed; in every third it is stopped first (SIGSTOP) until the other one has taken over and placed something,
-then set going again (a zombie that believes to lead), and killed a little later. Afterwards every request must have
-become one run that ended once; the log is read by a checker that shares no code with the scheduler; every recorded
-decision is made again from the log and compared; and an instance that begins with a snapshot must come to the same
-state.
+then set going again (a zombie that believes to lead), and killed a little later. Each process is started with another
+policy, and operators change the policy all the while, some of them without knowing what the others did. Afterwards
+every request must have become one run that ended once; the log is read by a checker that shares no code with the
+scheduler; every recorded decision is made again from the log and compared; every change of policy must have been asked
+for, answered once, and in force for all decisions after it; and an instance that begins with a snapshot must come to
+the same state.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,9 +38,11 @@ import structlog
 from nats.js.errors import KeyNotFoundError
 from rich.progress import Progress
 
-from contracts import topology
-from contracts.base import run_id_for
+from contracts import subjects, topology
+from contracts.base import request_id_for, run_id_for
 from contracts.envelope import RawMessage
+from contracts.events.capacity import PolicyAdopted
+from contracts.events.train import AdoptPolicyRequested
 from loadtest.common import report
 from loadtest.scheduler.bench import SOURCE, connected
 from loadtest.scheduler.check import Checker
@@ -47,7 +52,9 @@ from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.follow import follow
 from services.kit.settings import Settings
+from services.scheduler import policies
 from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
+from services.scheduler.replay.cycles import cycle_key_of
 from services.scheduler.replay.log import Entry, entry_of
 from services.scheduler.replay.verification import verify_log
 from services.scheduler.snapshot import take_snapshot
@@ -58,8 +65,12 @@ LEASE_TTL_S = 0.8
 #: Messages of a link are late by up to so much; a few are late by ten times that.
 LATE_S = 0.025
 SELDOM = 0.02
-#: RequestIndex a second.
+#: Requests for runs a second, and for policies; part of the latter that replace one that is not in force any more.
 RATE = 6.0
+POLICY_RATE = 2.0
+STALE = 0.3
+#: What processes are started with, and operators change to.
+POLICIES = ("default", "easy-backfill", "even-wait", "fifo", "fifo-skip", "least-attained")
 #: After the last round runs that wait are still worked off; nothing ending for so long is the end of it.
 PATIENCE_S = 60.0
 #: A round that takes longer than this ends the trial: no instance leads any more.
@@ -106,7 +117,7 @@ class Scheduler:
     """A scheduler in a process of its own, behind a link of its own."""
 
     def __init__(self, name: str, folder: Path, server: NatsServer, rng: random.Random, late_s: float) -> None:
-        self.name, self._folder = name, folder
+        self.name, self._folder, self._policy = name, folder, rng.choice(POLICIES)
         self._link = Link(server.port, late_s, rng)
         self.process: asyncio.subprocess.Process | None = None
 
@@ -119,6 +130,7 @@ class Scheduler:
             "TRAINBUS_INSTANCE": self.name,
             "TRAINBUS_LEASE_TTL_S": str(LEASE_TTL_S),
             "TRAINBUS_INJECT_DUPLICATES": "true",
+            "TRAINBUS_POLICY": self._policy,
         }
         with (self._folder / "schedulers.log").open("ab") as log:
             command = (sys.executable, "-m", "services.scheduler")
@@ -142,6 +154,9 @@ class Outcome:
     rounds: int = 0
     zombies: int = 0
     requests: int = 0
+    policy_requests: int = 0
+    #: Those of them that were adopted; the others were refused.
+    adoptions: int = 0
     facts: int = 0
     placements: int = 0
     takeover_s: list[float] = field(default_factory=list)
@@ -158,6 +173,8 @@ class Trial:
         self.bus, self.server, self.folder = bus, server, folder
         self.rng, self._late_s = random.Random(seed), late_s
         self.requested: dict[str, str] = {}
+        #: Requests for a policy, by the id of their answer.
+        self.asked_policies: set[str] = set()
         self.outcome = Outcome()
         self._schedulers: dict[str, Scheduler] = {}
         self._started = 0
@@ -167,7 +184,7 @@ class Trial:
         players = Players(self.bus, mean_s=0.3)
         await players.join(NODES, SLOTS)
         playing = asyncio.create_task(players.play())
-        asking = asyncio.create_task(self._ask_for_runs())
+        asking = [asyncio.create_task(self._ask_for_runs()), asyncio.create_task(self._ask_for_policies())]
         try:
             for _ in range(2):
                 await self._start()
@@ -181,10 +198,10 @@ class Trial:
                         problem = f"no instance led within {ROUND_LIMIT_S:.0f} s after {self.outcome.rounds} rounds"
                         self.outcome.problems.append(f"{problem}: {end_of_log}")
                         break
-            await cancel_and_wait(asking)
+            await cancel_and_wait(*asking)
             await self._all_over()
         finally:
-            await cancel_and_wait(asking, playing)
+            await cancel_and_wait(*asking, playing)
             for scheduler in self._schedulers.values():
                 await scheduler.kill()
         await self._judge()
@@ -198,8 +215,27 @@ class Trial:
         self._schedulers[scheduler.name] = scheduler
         await scheduler.start()
 
+    async def _ask_for_policies(self) -> None:
+        """Change the policy again and again, each request twice; some know only what was in force before."""
+        adoptions, known = PolicyAdopted.subject_filter(), [""]
+        while True:
+            await asyncio.sleep(self.rng.expovariate(POLICY_RATE))
+            if (last := await self.bus.get_last_message(adoptions)) is None:
+                continue
+            if last.event.digest != known[-1]:
+                known.append(last.event.digest)
+            event_id = f"policy-{len(self.asked_policies)}"
+            replaces = known[-2] if self.rng.random() < STALE and known[-2] else known[-1]
+            request = AdoptPolicyRequested(policy=policies.load(self.rng.choice(POLICIES)), replaces=replaces)
+            self.asked_policies.add(request_id_for(SOURCE, request.type, event_id))
+            for message_id in (event_id, f"{event_id}-again"):
+                headers = {"ce-source": SOURCE, "ce-id": event_id, "Nats-Msg-Id": message_id}
+                await self.bus.js.publish(
+                    request.subject, request.model_dump_json().encode(), headers=headers, timeout=30
+                )
+
     async def _ask_for_runs(self) -> None:
-        """RequestIndex of all sizes, each of them twice."""
+        """Requests of all sizes, each of them twice."""
         while True:
             number = len(self.requested)
             event_id = f"crash-{number}"
@@ -266,18 +302,26 @@ class Trial:
                 before = now
 
     async def _all_over(self) -> None:
-        """Wait until the number of runs that are over is that of the requests."""
+        """Wait until the number of runs that are over is that of the requests, and each for a policy is answered."""
         over, since = -1, time.monotonic()
         while time.monotonic() < since + PATIENCE_S:
-            info = await self.bus.js.stream_info("FACTS", subjects_filter="run.*.completed")
-            found = len(info.state.subjects or {})
-            if found >= len(self.requested):
+            found = await self._count_messages("run.*.completed") + await self._count_answers()
+            if found >= len(self.requested) + len(self.asked_policies):
                 await asyncio.sleep(1.0)
                 return
             if found != over:
                 over, since = found, time.monotonic()
             await asyncio.sleep(0.2)
         self.outcome.problems.append(f"not all runs came to their end: none for {PATIENCE_S:g} s")
+
+    async def _count_answers(self) -> int:
+        """Return how many requests for a policy are answered: all adoptions but the first one, and refusals."""
+        adopted = await self._count_messages(PolicyAdopted.subject_filter())
+        return adopted - 1 + await self._count_messages(subjects.refused())
+
+    async def _count_messages(self, subject: str) -> int:
+        info = await self.bus.js.stream_info("FACTS", subjects_filter=subject)
+        return sum((info.state.subjects or {}).values())
 
     # -- the log -------------------------------------------------------------
 
@@ -297,6 +341,7 @@ class Trial:
             checker.read({"type": kind, "sequence": raw.sequence, "time": at, "data": json.loads(raw.body)})
             entries.append(entry_of(raw))
         checker.nothing_lost()
+        await self._judge_policies(entries)
         outcome.requests = len(self.requested)
         outcome.problems += checker.problems
         outcome.problems += [f"{run_id} ended {ended[run_id]} times" for run_id in self.requested if ended[run_id] != 1]
@@ -305,6 +350,26 @@ class Trial:
         outcome.decisions = counts.decisions
         outcome.problems += [f"replay: {difference}" for difference in differences[:20]]
         await self._compare_snapshot()
+
+    async def _judge_policies(self, entries: list[Entry]) -> None:
+        """Check that each request for a policy has one answer, and that what was adopted last was in force."""
+        outcome, in_force = self.outcome, [(0, "")]
+        answers: Counter[str] = Counter()
+        for entry in entries:
+            if isinstance(entry.fact, PolicyAdopted):
+                in_force.append((entry.sequence, entry.fact.digest))
+                if entry.fact.origin != "setting" or len(in_force) > 2:
+                    answers[entry.fact.request_id] += 1
+            elif (key := cycle_key_of(entry.fact)) is not None:
+                _, digest = in_force[bisect_right(in_force, (key.at_sequence, "~")) - 1]
+                if digest != key.policy:
+                    outcome.problems.append(f"{entry.subject} ({entry.sequence}) was decided by another policy")
+        outcome.policy_requests, outcome.adoptions = len(self.asked_policies), sum(answers.values())
+        for message in await self.bus.read_history(subjects.refused()):
+            answers[message.event.request_id] += 1
+        wrong = {each: answers[each] for each in answers.keys() | self.asked_policies if answers[each] != 1}
+        outcome.problems += [f"the request {each!r} for a policy has {count} answers" for each, count in wrong.items()]
+        outcome.problems += [f"{each!r} was never asked for" for each in answers.keys() - self.asked_policies]
 
     async def _log(self) -> AsyncIterator[tuple[RawMessage, dict[str, str]]]:
         messages = follow(lambda: self.bus.nc, "FACTS", FOLLOWED, 1, idle_s=0.2, until_caught_up=True)
@@ -356,6 +421,7 @@ def main() -> int:
     rows = [
         ("leaders killed", f"{outcome.rounds}", f"{outcome.zombies} of them stopped and set going again before"),
         ("runs asked for, each twice", f"{outcome.requests:,}", ""),
+        ("policies asked for, each twice", f"{outcome.policy_requests:,}", f"{outcome.adoptions:,} adopted"),
         ("facts; placements", f"{outcome.facts:,}; {outcome.placements:,}", f"{outcome.batched:,} facts in batches"),
         (
             "kill to the next leader, median",

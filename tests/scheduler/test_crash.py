@@ -1,4 +1,4 @@
-"""Leaders are killed while messages come twice and late: no slot is given twice, nothing is lost, replay is exact."""
+"""Leaders are killed while messages come twice and late, and the policy changes: nothing happens twice or is lost."""
 
 from __future__ import annotations
 
@@ -17,3 +17,4 @@ async def test_leaders_killed_three_times(tmp_path: Path) -> None:
     assert outcome.problems == []
     assert (outcome.rounds, outcome.zombies) == (3, 1)
     assert outcome.placements >= outcome.requests > 0
+    assert outcome.policy_requests > outcome.adoptions > 0

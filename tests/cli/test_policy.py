@@ -79,6 +79,11 @@ async def test_a_policy_is_shown_compared_and_adopted(
         assert (told["name"], told["reason"], told["origin"]) == ("team", "gangs wait", "request")
         assert told["user"]
         assert load_policy(str(file)).digest == told["digest"]
+        # The way back: the policy before is a file again.
+        file.write_text((await line.run("show", FIFO.digest[:6])).stdout)
+        assert load_policy(str(file)) == FIFO
+        assert f"{FIFO.digest} (fifo)" in str((await line.run("show", "zz")).exception)
+        file.write_text((await line.run("show")).stdout)
         # Once more changes nothing, and says so.
         again = await line.read("apply", str(file), "--reason", "twice", "--yes")
         assert again["reason"] == "gangs wait"

@@ -435,9 +435,13 @@ class AsyncClient:
         """
         return await self._change_drain(UndrainRequested(node_id=node_id, reason=reason, user=user), "undrained")
 
-    async def policy(self) -> AdoptedPolicy:
-        """Return the scheduler's policy in force, since when, by whom and why."""
-        return await policy.read_policy(self.connection)
+    async def policy(self, digest: str = "") -> AdoptedPolicy:
+        """Return the scheduler's policy in force, or an earlier one by its digest: since when, by whom and why.
+
+        Raises:
+            NotFoundError: no policy of this digest was ever in force.
+        """
+        return await policy.read_policy(self.connection, digest)
 
     async def diff_policy(self, candidate: Policy) -> dict[str, Any]:
         """Return which settings a policy changes, and what it changes about the runs of now in the next cycles.

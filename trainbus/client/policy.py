@@ -10,7 +10,7 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from contracts.scheduling import Policy
 from trainbus.client.connection import Connection
-from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.requests import publish_and_wait
 from trainbus.client.runs import wait_for_event
 
@@ -31,16 +31,21 @@ class AdoptedPolicy:
         return self.fact.policy
 
 
-async def read_policy(connection: Connection) -> AdoptedPolicy:
-    """Return the policy in force.
+async def read_policy(connection: Connection, digest: str = "") -> AdoptedPolicy:
+    """Return the policy in force, or the one that was adopted last whose digest starts like this.
 
     Raises:
         TrainbusError: none has been adopted.
+        NotFoundError: none of this digest has been.
     """
     adoptions = await connection.read(PolicyAdopted.subject_filter())
     if not adoptions:
         raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
-    return AdoptedPolicy(adoptions[-1].event, adoptions[-1].time, adoptions[-1].sequence)
+    found = [each for each in adoptions if each.event.digest.startswith(digest)]
+    if not found:
+        there = ", ".join(dict.fromkeys(f"{each.event.digest} ({each.event.policy.name})" for each in adoptions))
+        raise NotFoundError(f"no policy {digest!r} was ever in force; there were {there}")
+    return AdoptedPolicy(found[-1].event, found[-1].time, found[-1].sequence)
 
 
 async def wait_for_policy(connection: Connection, timeout_s: float) -> AdoptedPolicy:

@@ -42,9 +42,13 @@ def load_policy(name_or_path: str, settings: Iterable[str] = ()) -> Policy:
 
 
 @command(app)
-async def show(client: AsyncClient, as_json: Json = False) -> None:
+async def show(
+    client: AsyncClient,
+    digest: Annotated[str, typer.Argument(help="An earlier one, by the start of its digest.")] = "",
+    as_json: Json = False,
+) -> None:
     """Show the policy in force, since when, by whom and why, as a file that `apply` takes."""
-    found = await client.policy()
+    found = await client.policy(digest)
     fact = found.fact
     if as_json:
         named = {"name": found.policy.name, "adopted_at": found.adopted_at, "adopted_by": fact.instance}

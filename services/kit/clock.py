@@ -23,3 +23,16 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+
+class BootClock(SystemClock):
+    """A clock whose monotonic time also counts while the machine is suspended: for promises made to other machines."""
+
+    def monotonic(self) -> float:
+        return boot_s()
+
+
+def boot_s() -> float:
+    """Return seconds since the machine was started, those in which it was suspended among them."""
+    # macOS has no such clock by that name; its monotonic clock goes on.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

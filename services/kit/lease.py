@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -26,9 +26,12 @@ from services.kit.concurrency import cancel_and_wait
 
 log = structlog.get_logger(__name__)
 
-#: Share of the time to live after which a holder renews, and after which it stops trusting itself.
+#: Share of the time to live after which a holder renews, tries again, and stops trusting itself.
 RENEW_SHARE = 0.3
+RETRY_SHARE = 0.03
 TRUST_SHARE = 0.8
+#: The holder of a lease that was revoked.
+REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,18 @@ class Lease:
         *,
         clock: Clock | None = None,
         data: Callable[[], Mapping[str, str]] | None = None,
+        renew_share: float = RENEW_SHARE,
+        on_confirmed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """``data``: what the record says besides, asked anew at each renewal."""
+        """``data``: what the record says besides, asked anew at each renewal.
+
+        ``on_confirmed`` is called with the time at which a write was asked for that the server has confirmed.
+        """
         self.key, self.holder, self.ttl_s = key, holder, ttl_s
         self._bucket = bucket
         self._clock: Clock = clock or SystemClock()
         self._data = data or dict
+        self._renew_share, self._on_confirmed = renew_share, on_confirmed
         self._revision: int | None = None
         self._renewed_at = 0.0
         self._watch = LeaseWatch(self._clock)
@@ -88,25 +97,30 @@ class Lease:
                 return False
         except BadRequestError:
             return False  # a rival was faster
-        self._renewed_at = asked_at
+        await self._confirm(asked_at)
         return True
 
     async def renew(self) -> bool:
         """Renew the lease; return False if another holder has it now."""
-        if self._revision is None:
-            return False
-        asked_at = self._clock.monotonic()
-        try:
-            self._revision = await self._bucket.update(self.key, self._value(), last=self._revision)
-        except BadRequestError:
-            # Either a rival has it, or an earlier write of ours arrived whose answer was lost.
-            record = await read_record(self._bucket, self.key)
-            if record is None or record.holder != self.holder:
-                self._revision = None
-                return False
-            self._revision = record.revision
+        while self._revision is not None:
+            asked_at = self._clock.monotonic()
+            try:
+                self._revision = await self._bucket.update(self.key, self._value(), last=self._revision)
+            except BadRequestError:
+                # Either a rival has it, or an earlier write of ours arrived whose answer was lost. When that was is
+                # unknown, so it renews nothing: the next write does.
+                record = await read_record(self._bucket, self.key)
+                is_ours = record is not None and record.holder == self.holder
+                self._revision = record.revision if record is not None and is_ours else None
+            else:
+                await self._confirm(asked_at)
+                return True
+        return False
+
+    async def _confirm(self, asked_at: float) -> None:
         self._renewed_at = asked_at
-        return True
+        if self._on_confirmed is not None:
+            await self._on_confirmed(asked_at)
 
     async def release(self) -> None:
         """Release the lease, so that others need not wait for it to expire."""
@@ -117,14 +131,17 @@ class Lease:
 
     async def renew_until_lost(self) -> None:
         """Renew until the lease is lost. Returns then; cancel it to stop."""
+        share = self._renew_share
         while True:
-            await asyncio.sleep(self.ttl_s * RENEW_SHARE)
+            await asyncio.sleep(self.ttl_s * share)
+            share = self._renew_share
             try:
                 if not await self.renew():
                     log.warning("another instance holds the lease", key=self.key)
                     return
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not renewed", key=self.key, error=repr(error))
+                share = RETRY_SHARE
             if not self.is_held:
                 log.warning("lease expired", key=self.key)
                 self._revision = None
@@ -177,6 +194,29 @@ class LeaseWatch:
 
     def forget(self, key: str) -> None:
         self._seen.pop(key, None)
+
+
+async def revoke(bucket: KeyValue, key: str, holder: str, ttl_s: float) -> None:
+    """Take the lease from ``holder``, who can then no longer renew it; its last renewal may still be trusted.
+
+    Nobody acquires the lease before ``ttl_s`` is over, or before ``lift_revocation``. To be repeated: a holder may
+    renew in the same moment.
+    """
+    value = json.dumps({"holder": REVOKED, "ttl_s": ttl_s}).encode()
+    record = await read_record(bucket, key)
+    with suppress(BadRequestError):
+        if record is None:
+            await bucket.create(key, value)
+        elif record.holder == holder:
+            await bucket.update(key, value, last=record.revision)
+
+
+async def lift_revocation(bucket: KeyValue, key: str) -> None:
+    """Let a revoked lease be acquired again."""
+    record = await read_record(bucket, key)
+    if record is not None and record.holder == REVOKED:
+        with suppress(BadRequestError):
+            await bucket.delete(key, last=record.revision)
 
 
 async def read_record(bucket: KeyValue, key: str) -> LeaseRecord | None:

@@ -90,3 +90,21 @@ async def test_no_node_is_in_a_label(bus: Bus) -> None:
     async with lease.leadership():
         assert REGISTRY.get_sample_value("trainbus_leader", {"lease": "node"}) == 1
     assert REGISTRY.get_sample_value("trainbus_leader", {"lease": "node"}) == 0
+
+
+async def test_a_write_whose_answer_was_lost_renews_nothing(bus: Bus) -> None:
+    """It may have arrived long ago: the rivals count from then. The lease is renewed by the next write."""
+    bucket = await bus.open_bucket(topology.LEASES)
+    confirmed: list[float] = []
+
+    async def note(asked_at: float) -> None:
+        confirmed.append(asked_at)
+
+    lease = Lease(bucket, "x", "a", 1.0, clock=ManualClock(), on_confirmed=note)
+    assert await lease.try_acquire()
+    arrived = await bucket.put("x", lease._value())
+    assert await lease.renew()
+    record = await read_record(bucket, "x")
+    assert record is not None
+    assert record.revision == lease.token > arrived
+    assert len(confirmed) == 2

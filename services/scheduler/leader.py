@@ -20,7 +20,7 @@ from contracts.scheduling import Policy
 from contracts.state.node import NodeStatement
 from services.kit.bus import Bus, Conflict, ExpectedSequence, TransientError
 from services.kit.concurrency import cancel_and_wait
-from services.kit.lease import Lease, LeaseRecord, LeaseWatch, read_records
+from services.kit.lease import Lease, LeaseRecord, LeaseWatch, lift_revocation, read_records, revoke
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
@@ -86,6 +86,8 @@ class Leader:
         self._compared: dict[str, int] = {}
         self._last_cycle_s = 0.0
         self._left_over = NOTHING_LEFT
+        #: Nodes whose lease was revoked, and why they are lost once it has expired.
+        self._revoked: dict[str, LoseNode] = {}
 
     @property
     def leads(self) -> bool:
@@ -227,8 +229,12 @@ class Leader:
                 unresponsive = await self.cache.compute(
                     unresponsive_nodes, self.cache.now(), self.policy, self.reachable_since
                 )
-                await self._lose(lost_nodes(self.cache.cluster, expired) + unresponsive)
-                await self._settle_disputes(records)
+                try:
+                    await self._revoke(unresponsive)
+                    await self._lose(lost_nodes(self.cache.cluster, expired))
+                    await self._settle_disputes(records)
+                except (nats.errors.Error, APIError, TimeoutError, OSError, TransientError) as error:
+                    log.warning("node leases not settled, trying again", error=repr(error))
 
     async def _settle_disputes(self, records: Mapping[str, LeaseRecord]) -> None:
         """Free what only a node's agent, or only we take to run: an agent that reads it ends what it runs of it."""
@@ -251,22 +257,34 @@ class Leader:
         detail = "its agent ran what was not placed there" if runs else "its agent does not run it"
         log.error("a node and the log disagree", node_id=node_id, run_id=run_id, generation=generation, detail=detail)
         released = RunReleased(run_id=run_id, generation=generation, node_id=node_id, clean=False, detail=detail)
-        try:
-            await self.bus.publish(released)
-        except TransientError as error:
-            log.warning("not published, the next renewal tells again", error=str(error))
-            return
+        await self.bus.publish(released)
         metrics.DISPUTES.labels(who).inc()
 
-    async def _lose(self, decisions: list[LoseNode]) -> None:
+    async def _revoke(self, decisions: list[LoseNode]) -> None:
+        """Take the leases from nodes that are to be lost although they renew.
+
+        Their ranks may still run: they are lost once the lease has expired, by which time their agents, or the guards
+        of their ranks, have ended them.
+        """
+        bucket = await self.bus.open_bucket(topology.LEASES)
         for decision in decisions:
+            if self._revoked.get(decision.node_id) != decision:
+                log.warning("revoking a node's lease", node_id=decision.node_id, reason=decision.reason)
+            self._revoked[decision.node_id] = decision
+            # Twice its time: the agent must not have it back before the node is lost.
+            ttl_s = 2 * self.cache.cluster.nodes[decision.node_id].lease_ttl_s
+            await revoke(bucket, f"{NODE_LEASES}{decision.node_id}", decision.incarnation, ttl_s)
+
+    async def _lose(self, decisions: list[LoseNode]) -> None:
+        bucket = await self.bus.open_bucket(topology.LEASES)
+        for decision in decisions:
+            revoked = self._revoked.pop(decision.node_id, decision)
+            if revoked.incarnation == decision.incarnation:
+                decision = revoked
             log.warning("node lost", node_id=decision.node_id, reason=decision.reason)
-            try:
-                ack = await self.bus.publish(lost_fact(decision))
-            except TransientError as error:
-                log.warning("not published, trying again", node_id=decision.node_id, error=str(error))
-                return
+            ack = await self.bus.publish(lost_fact(decision))
             await self.cache.wait_for_sequence(ack.sequence)
+            await lift_revocation(bucket, f"{NODE_LEASES}{decision.node_id}")
 
 
 def _expired(watch: LeaseWatch, alive: Sequence[Node], records: Mapping[str, LeaseRecord]) -> set[str]:

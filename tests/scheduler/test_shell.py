@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -40,6 +41,7 @@ from services.scheduler.app import build
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.leader import Leader
 from services.scheduler.policy_in_force import PolicyInForce
+from tests.kit.support import until as eventually
 from tests.scheduler.world import CODE, spec
 
 SOURCE = "test"
@@ -274,6 +276,35 @@ async def test_what_an_agent_does_not_run_is_freed_and_what_it_should_not_run_is
             assert freed.event.detail == "its agent does not run it"
             again = (await until(bus, f"run.{run_id}.placed", 2))[1]
             assert again.event.generation == 2
+
+
+async def test_a_node_that_does_not_release_a_run_is_lost_after_its_lease(settings: Settings, bus: Bus) -> None:
+    """Its ranks may still run, and its agent renews: it must have lost its lease before, and know it."""
+    ttl_s, renewed_at = 2.0, 0.0
+
+    async def note(_: float) -> None:
+        nonlocal renewed_at
+        renewed_at = asked_at
+
+    bucket = await bus.open_bucket(topology.LEASES)
+    async with running(SchedulerSettings(**settings.model_dump(), release_deadline_s=0.1)):
+        lease = Lease(bucket, "node.n1", "1", ttl_s, on_confirmed=note)
+        asked_at = time.time()
+        assert await lease.try_acquire()
+        await join(bus, "n1", 1, ttl_s=ttl_s)
+        run_id = await request(bus, "train", {**COMMAND, "grace_s": 0})
+        await until(bus, f"run.{run_id}.placed")
+        await request(bus, "cancel", {"run_id": run_id, "reason": "no longer wanted"})
+        async with asyncio.timeout(60):
+            while True:
+                asked_at = time.time()
+                if not await lease.renew():
+                    break
+                await asyncio.sleep(0.05)
+        lost = (await until(bus, "node.n1.lost"))[0]
+        assert run_id in lost.event.reason
+        assert lost.stored_at.timestamp() >= renewed_at + ttl_s
+        await eventually(Lease(bucket, "node.n1", "2", ttl_s).try_acquire, "the lease to be free")
 
 
 async def test_undecodable_facts_stop_no_scheduler(settings: Settings, bus: Bus) -> None:

@@ -97,10 +97,7 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
 
 
 def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
-    """Return the nodes that are lost although they renew their leases: they do not release runs that are stopped.
-
-    A lost node's slots are free. A process that still trains there can no longer commit.
-    """
+    """Return the nodes to be lost although they renew their leases: they do not release runs that are stopped."""
     found: dict[str, LoseNode] = {}
     for run_id in cluster.active:
         run = cluster.runs[run_id]

@@ -46,8 +46,6 @@ MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended as it should. Anything else is a failure.
 EXIT_DONE = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
-#: Exit code of a rank that had no agent for ``orphan_timeout_s``: its node counts as lost.
-EXIT_ORPHANED = 76
 #: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
 PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
@@ -86,8 +84,6 @@ class Launch(Line):
     #: The run's failures and seconds of running so far, from ``placed``.
     failures_seen: int = 0
     run_s: float = 0.0
-    #: Seconds without an agent after which a rank must end itself: its node then counts as lost.
-    orphan_timeout_s: float = 30.0
     #: Properties of the machine that decide the last bits of arithmetic.
     machine: dict[str, str] = Field(default_factory=dict)
     #: Folder in memory (tmpfs) where ranks save survivor state, ``g<generation>/step_<n>-rank_<r>/``; None: none.

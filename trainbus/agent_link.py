@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from contracts.progress import ring_name
 from contracts.ranks import (
     CONTROL_LINE,
-    EXIT_ORPHANED,
     EXIT_STOPPED,
     CheckpointNowLine,
     EndedLine,
@@ -148,8 +147,8 @@ class Control:
 class AgentLink:
     """Keeps the control socket open from a thread, for as long as the process lives.
 
-    Without an agent for ``orphan_timeout_s`` it ends the process, since another node may be training this run by then.
-    A stop without a checkpoint ends the process at once, too.
+    A stop without a checkpoint ends the process at once. An agent that stays away is not this process's concern: the
+    node's guard ends ranks whose node may count as lost.
     """
 
     def __init__(
@@ -179,7 +178,6 @@ class AgentLink:
             return  # full or broken: the reading thread notices and reconnects
 
     def _serve(self) -> None:
-        last_seen = time.monotonic()
         while True:
             try:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -188,16 +186,12 @@ class AgentLink:
                 connection.sendall(self._hello)
             except OSError:
                 connection.close()
-                if time.monotonic() - last_seen > self._launch.orphan_timeout_s:
-                    self._orphaned()
-                    return
                 time.sleep(RECONNECT_INTERVAL_S)
                 continue
             self._socket = connection
             self._read(connection)
             self._socket = None
             connection.close()
-            last_seen = time.monotonic()
 
     def _read(self, connection: socket.socket) -> None:
         """Handle lines until the connection ends."""
@@ -235,9 +229,3 @@ class AgentLink:
     def _end_at_once(self, reason: str) -> None:
         self._journal.append(EndedLine(time=time.time(), outcome="stopped", error=reason))
         self._exit(EXIT_STOPPED)
-
-    def _orphaned(self) -> None:
-        error = f"no agent at the control socket for {self._launch.orphan_timeout_s:g} s: the node counts as lost"
-        print(f"trainbus: {error}", flush=True)
-        self._journal.append(EndedLine(time=time.time(), outcome="failed", error=error))
-        self._exit(EXIT_ORPHANED)

@@ -40,6 +40,8 @@ from trainbus import process_exit, rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
+#: Goes on while the machine is suspended.
+BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 #: The modules whose ``main`` a fork may run.
 RANK_MODULE = "trainbus.rank"
 FORKED_MODULES = (RANK_MODULE, MODEL_PROCESS_MODULE)
@@ -136,6 +138,9 @@ class WarmServer:
         env = {str(name): str(value) for name, value in request["env"].items()}
         if packages_dir := env.get(PACKAGES_DIR_VARIABLE):
             _check_packages(Path(packages_dir))
+        start_before = request.get("start_before")
+        if start_before is not None and time.clock_gettime(BOOT_CLOCK) >= start_before:
+            raise ValueError("the request came too late")
         module = str(request.get("module", RANK_MODULE))
         if module not in FORKED_MODULES:
             raise ValueError(f"a fork of {module!r} is not offered")

@@ -87,9 +87,18 @@ class WarmServer:
             await asyncio.sleep(delay_s)
 
     async def fork(
-        self, environment: Mapping[str, str], cwd: Path, log_file: Path, exit_file: Path, module: str = "trainbus.rank"
+        self,
+        environment: Mapping[str, str],
+        cwd: Path,
+        log_file: Path,
+        exit_file: Path,
+        module: str = "trainbus.rank",
+        start_before: float | None = None,
     ) -> int:
-        """Fork a process that runs ``module``, a rank by default, and return its pid."""
+        """Fork a process that runs ``module``, a rank by default, and return its pid.
+
+        ``start_before``: the server refuses after that time of the boot clock.
+        """
         if self._writer is None:
             raise WarmServerError("the warm server is not connected")
         name = f"f{next(self._ids)}"
@@ -101,6 +110,7 @@ class WarmServer:
             "log": str(log_file),
             "exit_file": str(exit_file),
             "module": module,
+            "start_before": start_before,
         }
         future = self._replies[name] = asyncio.get_running_loop().create_future()
         try:

@@ -17,6 +17,7 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
 from services.kit.warm_server import WarmServer
 from services.worker.agent.agent import Agent
+from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
@@ -73,6 +74,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             meter=SystemMeter(inventory.gpus),
             gpu_check=GpuCheck(inventory.gpus),
             memory=_memory(settings),
+            term=NodeTerm(settings.data_dir, settings.lease_ttl_s),
         )
     )
 
@@ -82,6 +84,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         await asyncio.Event().wait()
 
     service.add_background_task(agent.run)
+    service.add_background_task(agent.watch_lease)
     service.add_background_task(keep_warm_server)
     service.add_background_task(lambda: listen_for_notices(settings, agent))
     service.add_stop_action(

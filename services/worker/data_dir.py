@@ -161,6 +161,11 @@ class RunFolders:
                 log.error("a placement cannot be read and is set aside", path=str(path), error=str(error))
                 path.rename(path.with_name("placement.unreadable.json"))
 
+    def launched(self) -> list[Path]:
+        """Return the folders of generations whose ranks may run."""
+        folders = (path.parent for path in self._folder.glob("*/g*/launch.json"))
+        return [folder for folder in folders if not GenerationFiles(folder).is_done]
+
     def remove_ended(self, active: set[str]) -> None:
         """Remove all but the last few folders of ended runs; those of ``active`` runs stay."""
         markers = sorted(self._folder.glob(f"*/{ENDED_MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)

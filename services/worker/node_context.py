@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.kit.bus import Bus
 from services.kit.store.objects import ObjectStore
+from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.checkpoints.uploader import KnownBlobs
@@ -57,6 +58,7 @@ class NodeContext:
     meter: SystemMeter
     gpu_check: GpuCheck
     memory: SurvivorMemory
+    term: NodeTerm
     slot_shares: SlotShares = field(default_factory=SlotShares)
     known_blobs: KnownBlobs = field(default_factory=KnownBlobs)
     #: The agent's environment; ranks inherit a few variables of it.

@@ -34,10 +34,9 @@ class WorkerSettings(Settings):
     #: Run a warm server: a process that has imported torch, and forks ranks in milliseconds.
     warm: bool = True
 
-    #: Seconds after which the node is lost if it has not renewed its lease: nodes of a cluster outlive long pauses.
-    lease_ttl_s: float = Field(30.0, gt=0.2)
-    #: Seconds after which ranks without an agent end themselves.
-    orphan_timeout_s: float = Field(30.0, gt=0)
+    #: Seconds after which the node is lost if it has not renewed its lease. Its ranks are stopped and killed at fixed
+    #: shares of it (``launch/lease_term.py``), so that the bus may be away for half of it without any effect.
+    lease_ttl_s: float = Field(60.0, gt=0.2)
     #: Seconds between two reads of journals and logs; a rank's doorbell causes one at once.
     follow_interval_s: float = Field(0.2, gt=0)
     #: Seconds between two measurements of the node for each run.

@@ -37,7 +37,7 @@ from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
-from services.scheduler.app import build
+from services.scheduler.app import SchedulerSettings, build
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.leader import Leader
 from services.scheduler.policy_in_force import PolicyInForce

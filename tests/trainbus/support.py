@@ -278,7 +278,6 @@ def write_launch(
     socket_path: Path | None = None,
     resume_folder: Path | None = None,
     init_folder: Path | None = None,
-    orphan_timeout_s: float = 120.0,
     generation: int = 1,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +294,6 @@ def write_launch(
         dataset_id=dataset.dataset_id,
         resume_folder=resume_folder,
         init_folder=init_folder,
-        orphan_timeout_s=orphan_timeout_s,
     )
     path = folder / "launch.json"
     path.write_text(launch.model_dump_json())

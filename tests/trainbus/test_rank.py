@@ -13,7 +13,7 @@ import pytest
 
 from contracts.predictions import Predictions, PredictionsInfo
 from contracts.progress import ring_name
-from contracts.ranks import EXIT_ORPHANED, CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
+from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
 from services.kit.ports import free_ports
 from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import (
@@ -210,15 +210,6 @@ def steps_done(folder: Path, rank: int) -> int:
     ring = RingReader.open(folder / ring_name(rank))
     beat = None if ring is None else ring.beat()
     return 0 if beat is None else beat.step
-
-
-def test_a_rank_without_an_agent_ends_itself(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "g1"
-    launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, orphan_timeout_s=0.5)
-    gang = Gang(warm, folder, launch, 1)
-    assert gang.wait() == [EXIT_ORPHANED]
-    assert (folder / "rank_0.exit").read_text().strip() == str(EXIT_ORPHANED)
-    assert "no agent" in ended(folder).error
 
 
 def test_a_stop_without_a_checkpoint_ends_at_once(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def worker_settings(s3_settings: Settings) -> WorkerSettings:
             "system_interval_s": 0.2,
             "kill_after_s": 0.3,
             "commit_timeout_s": 3.0,
-            "orphan_timeout_s": 120.0,
+            "lease_ttl_s": 180.0,
             "memory_dir": str(s3_settings.data_dir.resolve() / "memory"),
         }
     )

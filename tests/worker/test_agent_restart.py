@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contracts.events.node import NodeJoined
-from contracts.events.run import RunExited, RunPreempting, RunReleased
+from contracts.events.run import RunExited, RunPreempting, RunReleased, RunStarted
 from services.worker.app import build
 from services.worker.launch.executor import ProcessExecutor
 from tests.kit.support import until as eventually
@@ -103,8 +103,39 @@ async def test_restart_kills_ranks_of_an_older_generation(world: World, agent_pr
     assert placed.generation == 2
     agent_process()
     assert (await _joined(world, 2)).running == ()
-    await until(lambda: not ranks_of(folder), 60)
+    assert not ranks_of(folder)  # dead before the scheduler can place the run again
     assert await world.ends() == []
+
+
+async def test_restart_kills_ranks_whose_placement_cannot_be_read(world: World, agent_process: Any) -> None:
+    folder = await _orphaned_ranks(world, agent_process)
+    (folder / "runs" / "r1" / "g1" / "placement.json").write_text('{"placed": ')
+    agent_process()
+    assert (await _joined(world, 2)).running == ()
+    assert not ranks_of(folder)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_script_that_ends_well_when_the_guard_stops_it_has_not_succeeded(
+    world: World, agent_process: Any, is_restarted: bool
+) -> None:
+    world.settings = world.settings.model_copy(update={"lease_ttl_s": 2.0})
+    folder = world.settings.data_dir.resolve()
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place(command=("/bin/sh", "-c", "trap 'exit 0' TERM; while true; do sleep 0.05; done"))
+    await world.wait_for(RunStarted)
+    process.send_signal(signal.SIGSTOP)
+    await until(lambda: not ranks_of(folder), 90)
+    if is_restarted:
+        process.kill()
+        process.wait()
+        agent_process()
+    else:
+        process.send_signal(signal.SIGCONT)
+    released: RunReleased = await world.wait_for(RunReleased)
+    assert not released.clean
+    assert await world.ends() == [released]
 
 
 def _member(node_id: str) -> Any:

@@ -372,8 +372,8 @@ def test_a_failed_command_is_explained_by_what_it_printed(
 def test_exit_codes_are_described() -> None:
     assert rank_exits.describe_exit(-9) == rank_exits.describe_exit(137) == "was killed by SIGKILL"
     assert rank_exits.describe_exit(3) == "ended with exit code 3"
-    assert rank_exits.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
-    assert not rank_exits.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
+    assert rank_exits.is_infrastructure_failure(False, "RuntimeError: EADDRINUSE")
+    assert not rank_exits.is_infrastructure_failure(True, "RuntimeError: EADDRINUSE")
 
 
 def test_checkpoint_is_ready_once_all_ranks_have_it_or_at_the_end() -> None:

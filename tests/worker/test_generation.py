@@ -27,6 +27,7 @@ from contracts.texts import describe
 from services.worker.generation import preparation
 from tests.kit.support import until
 from tests.worker.conftest import World, package, ranks_of
+from tests.worker.cuttable_proxy import CuttableProxy
 
 
 async def measured(world: World) -> list[Any]:
@@ -346,3 +347,30 @@ async def test_a_script_that_diverges_ends_with_what_it_diverged_to(world: World
     # Other languages read it too: JSON has no number for it.
     stored = await world.bus.js.get_last_msg("FACTS", "run.r1.exited")
     assert json.loads(stored.data, parse_constant=pytest.fail)["metrics"]["loss"] == "NaN"
+
+
+async def test_ranks_that_finish_while_the_bus_is_away_lose_nothing(world: World, agent: Any) -> None:
+    """It is away for longer than the lease. What they have left is uploaded after it, and the run has succeeded."""
+    folder = world.settings.data_dir.resolve() / "runs" / "r1" / "g1"
+    committing = asyncio.create_task(world.commit_all())
+    async with CuttableProxy(int(world.settings.nats_url.rpartition(":")[2])) as proxy:
+        service = await agent(nats_url=proxy.url, lease_ttl_s=2.0)
+        await world.place(params={"steps": 60, "hold_at": 50})
+        await world.wait_steps(50)
+        proxy.cut()
+        (folder / "go").touch()
+        await until(lambda: not ranks_of(folder), "the ranks to finish")
+        await until((folder / "stop.json").exists, "the lease to be over")
+        proxy.heal()
+        exited = await world.wait_for(RunExited)
+        assert (exited.outcome, exited.step) == ("succeeded", 60)
+        staged = [fact for fact in await world.facts() if isinstance(fact, CheckpointStaged)]
+        assert [(fact.step, fact.final) for fact in staged] == [(60, True)]
+        await until(lambda: has_published(world, "joined", 2), "the agent to join again")
+        service.stopping.set()
+        await until(lambda: has_published(world, "left", 1), "the agent to leave")
+    committing.cancel()
+
+
+async def has_published(world: World, fact: str, count: int) -> bool:
+    return len(await world.bus.read_history(f"node.n1.{fact}")) >= count

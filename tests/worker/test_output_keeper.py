@@ -25,7 +25,9 @@ from services.worker.checkpoints.output_folder import OutputKeeper
 from services.worker.core.journal import JournalSource
 from services.worker.generation import rank_group
 from services.worker.generation.rank_group import RankGroup
-from services.worker.launch.executor import WRAPPER, ProcessExecutor, RankProcess
+from services.worker.generation.requests import GenerationRequests
+from services.worker.launch.executor import WRAPPER, ProcessExecutor
+from services.worker.launch.processes import RankProcess
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.open_files import ScriptEndedError, find_written_files
 from services.worker.settings import WorkerSettings
@@ -44,7 +46,7 @@ class Script:
     def __init__(self, folder: Path, *arguments: str) -> None:
         environment = {**os.environ, "TRAINBUS_EXIT": str(folder / "rank_0.exit")}
         self._wrapper = subprocess.Popen(
-            ["/bin/sh", "-c", WRAPPER, "sh", sys.executable, "-c", *arguments],
+            ["/bin/sh", "-c", WRAPPER, "sh", "", sys.executable, "-c", *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -193,7 +195,8 @@ async def test_a_script_is_held_while_its_files_are_listed(
 ) -> None:
     """It could begin to write a file after the listing and before the signal that ends it."""
     script = scripts(HOLDS_FILE, str(tmp_path / "state"))
-    group = RankGroup(ProcessExecutor(), tmp_path, *[None] * 2, time.time, kill_after_s=1.0)  # type: ignore[arg-type]
+    requests = GenerationRequests(tmp_path)
+    group = RankGroup(ProcessExecutor(), tmp_path, requests, None, time.time, kill_after_s=1.0)  # type: ignore[arg-type]
     wrapper = psutil.Process(script.pid)
     group._processes = [RankProcess(0, script.pid, wrapper.create_time(), psutil.boot_time())]
     listings = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased, RunStarted
 from services.kit.store.files import hash_file
 from services.worker.app import build
+from tests.kit.support import until as eventually
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until
+from tests.worker.cuttable_proxy import CuttableProxy
 
 
 async def prepare(world: World, folder: Path) -> RunPrepared:
@@ -110,3 +113,55 @@ async def _last_commit(world: World) -> CheckpointRef:
         epoch=staged.epoch,
         samples_consumed=staged.samples_consumed,
     )
+
+
+async def test_a_pause_longer_than_the_lease_changes_nothing_in_the_state(world: World, tmp_path: Path) -> None:
+    """The bus is away from the agent for longer: the ranks stop, and the run goes on with the very state they had."""
+    prepared = await prepare(world, tmp_path / "dataset")
+    # How many steps it takes is known only after the pause: the schedule must not depend on it.
+    task = LINEAR_TASK.replace("CosineAnnealingLR(optimizer, total_steps + 1)", "ConstantLR(optimizer, factor=1.0)")
+    assert task != LINEAR_TASK
+    await world.upload_code(package({"task.py": task.encode()}))
+    async with CuttableProxy(int(world.settings.nats_url.rpartition(":")[2])) as proxy:
+        service = build(world.settings.model_copy(update={"warm": True, "nats_url": proxy.url, "lease_ttl_s": 4.0}))
+        running = asyncio.create_task(service.run())
+        committing = asyncio.create_task(world.commit_all())
+        try:
+            await until(lambda: service.check_readiness().get("joined", False), 90)
+            fields = {"task": "task:Linear", "grace_s": 60, "dataset": prepared}
+            training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 100_000, "seed": 3}
+            await world.place(training=training, **fields)
+            await world.wait_steps(10)
+            proxy.cut()
+            await until(lambda: not ranks_of(world.settings.data_dir.resolve()), 90)
+            assert await world.ends() == []
+            proxy.heal()
+            released: RunReleased = await world.wait_for(RunReleased, timeout_s=90)
+            await eventually(partial(_has_joined, world, 2), "the agent to join again", 90)
+            training["max_steps"] = released.step + 50
+            # As the scheduler does: from the last committed checkpoint, unless the node has newer state of its own.
+            resume = await _last_commit(world) if released.clean else None
+            await world.place(generation=2, resume=resume, training=training, **fields)
+            await world.place("undisturbed", slots=(1,), training=training, **fields)
+            for run_id in ("r1", "undisturbed"):
+                exited: Any = await world.wait_for(RunExited, run_id, timeout_s=90)
+                assert (exited.outcome, exited.step) == ("succeeded", training["max_steps"]), exited
+            started = [fact for fact in await world.facts() if isinstance(fact, RunStarted)]
+            assert started[-1].step > 0
+            assert await _last_tensors(world, "r1") == await _last_tensors(world, "undisturbed")
+        finally:
+            committing.cancel()
+            service.stopping.set()
+            await running
+
+
+async def _has_joined(world: World, count: int) -> bool:
+    return len(await world.bus.read_history("node.n1.joined")) >= count
+
+
+async def _last_tensors(world: World, run_id: str) -> dict[str, str]:
+    """Return the hashes of the tensors of a run's last checkpoint."""
+    staged = [fact for fact in await world.facts(run_id) if isinstance(fact, CheckpointStaged)]
+    found = {file.path: file.sha256 for file in staged[-1].files if file.path.endswith(".safetensors")}
+    assert found
+    return found

@@ -16,7 +16,7 @@ from contracts.base import Fact
 from contracts.events.run import RunStalled
 from contracts.progress import ring_name
 from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
-from services.worker.launch.executor import RankProcess
+from services.worker.launch.processes import RankProcess
 from services.worker.node.inventory import describe_machine
 from services.worker.ranks import stall_dumps
 from services.worker.ranks.stall_watcher import StallWatcher

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.kit.clock import boot_s
 from services.kit.concurrency import cancel_and_wait
 from services.kit.socket_files import socket_path
 from services.kit.warm_server import WarmServer
@@ -37,6 +38,9 @@ async def test_ranks_are_forked_and_a_killed_warm_server_restarts(tmp_path: Path
             assert found is not None
             assert found[0] == 1
             assert "TRAINBUS_LAUNCH" in (folder / "rank_0.log").read_text()
+            process = await executor.start(ProcessSpec(1, None, environment), folder, tmp_path, boot_s() - 0.1)
+            await until(lambda process=process: not executor.is_alive(process), 60)
+            assert read_exit(folder, 1) is None, "it was started although the agent came too late"
             if life == 0:
                 psutil.Process(pid).kill()
                 await until(lambda: not warm.is_ready, 60)

@@ -238,7 +238,6 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         **{k: v for k, v in inherited.items() if not k.startswith("TRAINBUS_") or k in PASSED_ON},
         "PYTHONUNBUFFERED": "1",
         "TRAINBUS_NATS_URL": nats.url,
-        # The services share a machine: a lost node is found within seconds.
         "TRAINBUS_LEASE_TTL_S": "3",
         "TRAINBUS_S3_ENDPOINT": s3.endpoint,
         "TRAINBUS_S3_ACCESS_KEY": access_key,
@@ -260,10 +259,9 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
     }
     layout = Layout(options, nats, s3, (), gateway_url, mlflow_uri(data), common, serving_url=serving_url)
     units = [layout.make_unit(name, name, ports[name], extra.get(name, {})) for name in (*SERVICES, AUTOSCALER)]
-    units += [
-        layout.make_unit(node, WORKER, ports[node], {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)})
-        for node in nodes
-    ]
+    # They share a machine with all else: ranks train on while it is busy, or the server away, for half of the lease.
+    own = {"TRAINBUS_SLOTS": str(options.slots), "TRAINBUS_LEASE_TTL_S": "20"}
+    units += [layout.make_unit(node, WORKER, ports[node], {"TRAINBUS_NODE_ID": node, **own}) for node in nodes]
     if unknown := set(options.without) - {each.name for each in units}:
         names = ", ".join(each.name for each in units)
         raise InvalidOptionsError(f"--without: the stack has no {', '.join(sorted(unknown))}; it has {names}")

@@ -50,7 +50,10 @@ FOLLOWED: tuple[type[Event], ...] = (
 REPORT_TIMEOUT_S = 15.0
 #: Seconds that it tries to publish that the node has left.
 LEFT_TIMEOUT_S = 10.0
+#: Seconds between two looks whether the node's lease is over.
+LEASE_POLL_S = 0.1
 REASON_MAX_CHARS = 2000
+LEASE_OVER = "the node's lease is over: the bus could not be reached to renew it"
 
 
 class AgentState(BaseModel):
@@ -73,7 +76,10 @@ class Agent:
         self._lock = DataDirLock(data_dir)
         folders = RunFolders(data_dir / "runs", self._settings.keep_finished)
         self._generations = GenerationSupervisor(context, folders, self._report_unfit)
-        self._lease = NodeLease(context.bus, self._settings.node_id, self._settings.lease_ttl_s, self._state_what_runs)
+        self._term = context.term
+        self._lease = NodeLease(
+            context.bus, self._settings.node_id, self._settings.lease_ttl_s, self._term, self._state_what_runs
+        )
         self._notices = NodeNotices(self._settings.node_id, self._settings.notice_margin_s)
         self._repairer = BlobRepairer(context)
         self._stored = AgentState()
@@ -88,14 +94,33 @@ class Agent:
         """
         with self._lock.acquire():
             self._stored = AgentState.model_validate(read_json(self._state_file) or {})
-            previous = self._stored.incarnation
+            self._term.load()
             self._generations.restore()
             while not self._is_stopping:
                 try:
-                    await self._live(previous)
+                    await self._live()
                 except TransientError as error:
-                    # The ranks train on; ending them because the bus is away would help nothing.
+                    # The ranks train on for as long as the node's lease may be trusted.
                     log.warning("the bus is away, joining again", error=str(error))
+
+    async def watch_lease(self) -> None:
+        """Stop the ranks when the node's lease is over, and keep their guard running, until cancelled."""
+        was_over = False
+        while True:
+            await asyncio.sleep(LEASE_POLL_S)
+            if not self._term.is_over:
+                was_over = False
+                with suppress(OSError):  # until there is one, no rank starts, and those that run are stopped from here
+                    await self._term.ensure_guard()
+            elif not was_over:
+                self._stop_in_time()
+                was_over = True
+
+    def _stop_in_time(self) -> None:
+        """Stop the ranks before the guard kills them: their runs are placed elsewhere once the lease has expired."""
+        left_s = max(self._term.kill_in_s - self._settings.kill_after_s, 0.0)
+        # What they leave is uploaded, and reported, when the bus is back.
+        self._generations.stop_all(LEASE_OVER, lambda requested_s: min(requested_s, left_s), bounds_upload=False)
 
     async def shut_down(self) -> None:
         """Stop every generation within its grace, report all of them, and leave."""
@@ -115,6 +140,7 @@ class Agent:
             with self._lock.acquire():
                 self._generations.restore()
                 await self._generations.end_offline("the node's agent was stopped")
+                self._term.close()
         except DataDirLockedError as error:
             log.warning("another agent has the data folder, and with it the ranks", error=str(error))
 
@@ -156,24 +182,31 @@ class Agent:
 
     # -- join and follow ----------------------------------------------------
 
-    async def _live(self, previous: str) -> None:
-        """Catch up, join and follow; return when the node was declared lost or has left."""
-        incarnation = uuid.uuid4().hex[:12]
+    async def _live(self) -> None:
+        """Catch up, join and follow; return when the node was declared lost, its lease is over, or it has left."""
+        previous, incarnation = self._stored.incarnation, uuid.uuid4().hex[:12]
         self.joined.clear()
         self._generations.pause_starts()
+        if self._term.is_over:
+            self._stop_in_time()
+            await self._term.settle()
         await self._catch_up()
         await self._generations.drop_ended()
+        # Dead before the scheduler learns that they are not resumed, and places their runs elsewhere.
+        await self._generations.end_dropped()
         # On disk before it is on the bus: after a crash, a lease under this name is ours.
         self._generations.state = replace(self._generations.state, incarnation=incarnation)
         await self._save()
         async with self._lease.renew_in_background(incarnation, previous):
             await self._lease.wait_until_held()
-            await self._join(incarnation)
+            await asyncio.gather(self._join(incarnation), self._term.ensure_guard())
+            if self._term.is_over:
+                return
             self._generations.start_all()
             async for batch in self._context.bus.follow(
                 topology.FACTS.name, self._filters(), (self._stored.position or 0) + 1, idle_s=1.0
             ):
-                if self._has_left or await self._apply(batch):
+                if self._has_left or await self._apply(batch) or self._term.is_over:
                     return
                 self._generations.reap()
                 self._lease.raise_error()
@@ -210,6 +243,7 @@ class Agent:
         )
         ack = await self._context.bus.publish(joined)
         self._generations.state = replace(self._generations.state, joined_sequence=ack.sequence)
+        self._term.note_joined()
         self.joined.set()
         # Notices to earlier incarnations hold for this one, too.
         await self._publish_notices()
@@ -271,4 +305,5 @@ class Agent:
                 await asyncio.wait_for(self._context.bus.publish(left), LEFT_TIMEOUT_S)
         self._has_left = True
         self._context.memory.clear()
+        self._term.close()
         await self._lease.release()

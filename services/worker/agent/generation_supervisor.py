@@ -21,6 +21,7 @@ from services.worker.core import node_decisions
 from services.worker.core.node_decisions import Decision, LocalGeneration, NodeState
 from services.worker.data_dir import PlacementRecord, RunFolders
 from services.worker.generation.runner import GenerationRunner, ReportUnfit
+from services.worker.launch.processes import read_processes
 from services.worker.node_context import NodeContext
 
 log = structlog.get_logger(__name__)
@@ -82,6 +83,15 @@ class GenerationSupervisor:
                 if message.event.generation == generation:
                     runner.settle_checkpoint(message.event.checkpoint.step, True)
 
+    async def end_dropped(self) -> None:
+        """End the processes of generations that must not run here, and of those whose placement cannot be read."""
+        dropped = [runner for runner in self._runners.values() if runner.is_dropped and not runner.files.is_done]
+        await asyncio.gather(*(runner.sweep() for runner in dropped))
+        known = {runner.files.folder for runner in self._runners.values()}
+        for folder in self._folders.launched():
+            if folder not in known:
+                await self._context.executor.sweep(folder, read_processes(folder))
+
     def start_all(self) -> None:
         """Start every generation, and from now on those that are placed."""
         self._may_start = True
@@ -96,11 +106,17 @@ class GenerationSupervisor:
         """Stop generations that are placed from now on at once: the agent leaves."""
         self._is_leaving = True
 
-    def stop_all(self, reason: str, grace_s: Callable[[float], float] = lambda requested_s: requested_s) -> None:
+    def stop_all(
+        self,
+        reason: str,
+        grace_s: Callable[[float], float] = lambda requested_s: requested_s,
+        *,
+        bounds_upload: bool = True,
+    ) -> None:
         """Stop every generation that has started. ``grace_s`` maps requested seconds to the grace."""
         for key in self._tasks:
             runner = self._runners[key]
-            runner.stop(grace_s(runner.placed.spec.grace_s), reason)
+            runner.stop(grace_s(runner.placed.spec.grace_s), reason, bounds_upload=bounds_upload)
 
     async def wait_until_idle(self) -> None:
         """Wait until no generation runs any more."""

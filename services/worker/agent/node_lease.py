@@ -12,11 +12,16 @@ from nats.js.errors import APIError
 
 from contracts import subjects, topology
 from services.kit.bus import Bus, TransientError
+from services.kit.clock import BootClock
 from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease, read_record
+from services.worker.agent.node_term import NodeTerm
 
 log = structlog.get_logger(__name__)
 
+#: Share of the time to live after which the agent renews: often, so that little of the term is used up when an outage
+#: of the bus begins.
+RENEW_SHARE = 0.1
 #: Seconds before a retry after an error of the bus.
 RETRY_S = 0.2
 #: Seconds between two warnings that another agent has the name.
@@ -26,9 +31,12 @@ WARNING_INTERVAL_S = 10.0
 class NodeLease:
     """Acquires and renews the lease for one incarnation of the agent after the other."""
 
-    def __init__(self, bus: Bus, node_id: str, ttl_s: float, statement: Callable[[], Mapping[str, str]]) -> None:
-        """``statement``: what the agent says of itself at each renewal (``contracts.state.node.NodeStatement``)."""
-        self._bus, self._node_id, self._ttl_s, self._statement = bus, node_id, ttl_s, statement
+    def __init__(
+        self, bus: Bus, node_id: str, ttl_s: float, term: NodeTerm, statement: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Each renewal extends ``term`` and says ``statement`` (``contracts.state.node.NodeStatement``)."""
+        self._bus, self._node_id, self._ttl_s = bus, node_id, ttl_s
+        self._term, self._statement = term, statement
         self._lease: Lease | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._is_held = asyncio.Event()
@@ -83,7 +91,16 @@ class NodeLease:
                 if record is not None and previous and record.holder == previous:
                     # Our own, from before this agent was killed: no need to wait until it expires.
                     await bucket.delete(key, last=record.revision)
-                self._lease = Lease(bucket, key, incarnation, self._ttl_s, data=self._statement)
+                self._lease = Lease(
+                    bucket,
+                    key,
+                    incarnation,
+                    self._ttl_s,
+                    clock=BootClock(),
+                    data=self._statement,
+                    renew_share=RENEW_SHARE,
+                    on_confirmed=self._term.extend,
+                )
                 async with self._lease.leadership() as renewal:
                     self._is_held.set()
                     await renewal

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from contracts.ranks import EXIT_DONE, EXIT_ORPHANED, EXIT_STOPPED, is_about_lost_peer
+from contracts.ranks import EXIT_DONE, EXIT_STOPPED, is_about_lost_peer
 
 TAIL_LINES = 30
 #: Lines that are searched for the cause: torchrun writes some forty of its own below it.
@@ -87,11 +87,9 @@ def all_succeeded(exits: Sequence[Exit]) -> bool:
     return all(each.code == EXIT_DONE for each in exits)
 
 
-def is_infrastructure_failure(code: int, started: bool, text: str) -> bool:
-    """Whether the run is not at fault: a port was taken meanwhile, or the agent or the peers were away.
+def is_infrastructure_failure(started: bool, text: str) -> bool:
+    """Whether the run is not at fault: a port was taken meanwhile, or the peers were away.
 
     Peers that fail report it themselves, and the generation is stopped long before a rank stops waiting for them.
     """
-    if started:
-        return code == EXIT_ORPHANED
-    return code == EXIT_ORPHANED or bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))
+    return not started and bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))

@@ -22,8 +22,9 @@ from services.worker.core.journal import RankState
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.core.rank_exits import Exit, first_failure
 from services.worker.generation.requests import POLL_S, GenerationRequests, StopRequest
-from services.worker.launch.executor import UNKNOWN_EXIT, Executor, RankProcess, read_exit
-from services.worker.local_files import read_json, write_atomically
+from services.worker.launch.executor import UNKNOWN_EXIT, Executor, read_exit
+from services.worker.launch.processes import RankProcess, processes_path, read_processes
+from services.worker.local_files import write_atomically
 from services.worker.ranks.control_socket import ControlSocket
 from services.worker.ranks.open_files import ScriptEndedError, find_written_files, wait_until_stopped
 
@@ -107,7 +108,6 @@ class RankGroup:
     ) -> None:
         self._executor, self._folder, self._requests, self._now = executor, folder, requests, now
         self._survivors, self._kill_after_s = survivors, kill_after_s
-        self._path = folder / "processes.json"
         self._processes: list[RankProcess] = []
         self._watches = ExitStack()
         #: When a process was found dead whose exit code is not written yet.
@@ -141,12 +141,11 @@ class RankGroup:
     def load(self) -> bool:
         """Read the processes that an earlier life of the agent wrote down; return whether there are any."""
         if not self._processes:
-            stored = read_json(self._path)
-            self._processes = [RankProcess(**each) for each in stored or ()]
+            self._processes = read_processes(self._folder)
         return bool(self._processes)
 
-    async def start(self, specs: Sequence[ProcessSpec], cwd: Path) -> None:
-        """Start all processes and write them down.
+    async def start(self, specs: Sequence[ProcessSpec], cwd: Path, start_before: float | None = None) -> None:
+        """Start all processes and write them down; none that would begin after ``start_before``, of the boot clock.
 
         Raises:
             RankStartError, OSError: one could not be started; the others have been killed.
@@ -154,13 +153,13 @@ class RankGroup:
         started: list[RankProcess] = []
         try:
             for spec in specs:
-                started.append(await self._executor.start(spec, self._folder, cwd))
+                started.append(await self._executor.start(spec, self._folder, cwd, start_before))
         except BaseException:
             self._processes = started
             await self.sweep()
             raise
         self._processes = started
-        write_atomically(self._path, json.dumps([asdict(each) for each in started]))
+        write_atomically(processes_path(self._folder), json.dumps([asdict(each) for each in started]))
         log.info("ranks started", pids=[each.pid for each in started])
 
     async def wait_until_ended(self, control: ControlSocket, tasks: Sequence[Task[None]], *, listens: bool) -> None:
@@ -201,7 +200,7 @@ class RankGroup:
 
     async def _enforce_stop(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
         """Send the stop line, SIGTERM after the grace, then SIGKILL; SIGTERM at once to ranks that do not listen."""
-        now = self._now()
+        now = self._requests.now()
         if now < stop.kill_at and stop.survivor_s > 0 and self._may_wait_since(now - stop.deadline):
             return
         if self._sent_stop != stop:
@@ -212,6 +211,7 @@ class RankGroup:
         if now >= stop.deadline and not self.terminated:
             if listens:
                 self.terminated = True
+                self._requests.note_signalled(self._now())
                 self._signal_all(signal.SIGTERM)
             else:
                 await self._terminate_scripts()
@@ -230,11 +230,14 @@ class RankGroup:
                 self.written_files = await run_in_thread(_list_written, [each.pid for each in self.running])
         finally:
             self.terminated_at = self.terminated_at or self._now()
+            self._requests.note_signalled(self.terminated_at)
             self._signal_all(signal.SIGTERM)
             self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: int) -> None:
-        self.killed = self.killed or (number == signal.SIGKILL and bool(self.running))
+        if number == signal.SIGKILL and self.running and not self.killed:
+            self.killed = True
+            self._requests.note_signalled(self._now(), killed=True)
         for process in self.running:
             self._executor.signal(process, number)
 
@@ -248,6 +251,15 @@ class RankGroup:
             if found is not None:
                 self._exits[process.rank] = Exit(process.rank, *found)
                 log.info("rank ended", rank=process.rank, code=found[0])
+                self._read_signals()
+
+    def _read_signals(self) -> None:
+        """Read whether the guard, or an earlier life of the agent, has signalled the ranks to end."""
+        self._requests.reload()
+        stop = self._requests.stop
+        if stop is not None and stop.signalled_at is not None:
+            self.terminated, self.terminated_at = True, self.terminated_at or stop.signalled_at
+            self.killed = self.killed or stop.killed
 
     def _find_unwritten_exit(self, process: RankProcess) -> tuple[int, float] | None:
         """Return the exit of a dead process without an exit code, after its parent has had time to write one."""

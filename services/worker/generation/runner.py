@@ -88,7 +88,7 @@ class GenerationRunner:
         self.placed: RunPlaced = record.placed
         self.member: Member = next(m for m in self.placed.members if m.node_id == context.settings.node_id)
         settings = context.settings
-        self._requests = GenerationRequests(files.folder, self._now)
+        self._requests = GenerationRequests(files.folder)
         self._survivors = SurvivorGrace(self.placed, context.memory, settings.survivor_save_s, self._now)
         self._group = RankGroup(
             context.executor,
@@ -103,13 +103,14 @@ class GenerationRunner:
 
     # -- requests -----------------------------------------------------------
 
-    def stop(self, grace_s: float, reason: str, *, peer_lost: bool = False) -> None:
+    def stop(self, grace_s: float, reason: str, *, peer_lost: bool = False, bounds_upload: bool = True) -> None:
         """Make the ranks end within their grace. A second, shorter grace shortens it.
 
         ``peer_lost``: ranks elsewhere have failed. Those here notice by themselves, and first save their state for
-        the next generation.
+        the next generation. ``bounds_upload``: what they leave has the same time to be uploaded.
         """
-        self._requests.request_stop(grace_s, reason, self._survivors.extra_s if peer_lost else 0.0)
+        survivor_s = self._survivors.extra_s if peer_lost else 0.0
+        self._requests.request_stop(grace_s, reason, survivor_s, bounds_upload=bounds_upload)
 
     def settle_checkpoint(self, step: int, committed: bool) -> None:
         """Note that the checkpoint of a step is committed, or was refused."""
@@ -126,6 +127,15 @@ class GenerationRunner:
     def has_report(self) -> bool:
         """Whether the end of the ranks is known, and will be published if it is not yet."""
         return self._reports.read() is not None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the placement is void."""
+        return self._requests.is_dropped
+
+    async def sweep(self) -> None:
+        """Kill the ranks that run now."""
+        await self._group.sweep()
 
     @property
     def pids(self) -> list[int]:
@@ -328,11 +338,15 @@ class GenerationRunner:
         Raises:
             GenerationFailure: one could not be started; the others are killed.
         """
+        self._requests.raise_if_dropped()
+        start_before = self._context.term.start_before()
+        if start_before is None:
+            raise GenerationFailure(f"the lease of node {self.member.node_id} is over", infrastructure=True)
         write_atomically(self.files.launch, self._launch_of(inputs).model_dump_json())
         environment = self._node_environment(inputs)
         specs = build_process_specs(self.placed, self.member, self._context.environment, environment)
         try:
-            await self._group.start(specs, inputs.code_folder or self.files.folder)
+            await self._group.start(specs, inputs.code_folder or self.files.folder, start_before)
         except (RankStartError, OSError, ValueError) as error:
             if is_refused_by_exec(error):
                 reason = f"the command cannot be started on any machine: {error}"
@@ -360,7 +374,6 @@ class GenerationRunner:
             output_dir=inputs.output_dir,
             failures_seen=placed.failures_seen,
             run_s=placed.run_s,
-            orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=memory,
             survivor_dir=survivor_dir(self.files.run_folder) if survivors.is_resumable else None,
             machine=self._context.inventory.machine,

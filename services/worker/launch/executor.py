@@ -13,8 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,9 +22,11 @@ import structlog
 
 import contracts
 from contracts.ranks import LAUNCH_VARIABLE
+from services.kit.clock import boot_s
 from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 from services.worker import metrics
 from services.worker.core.rank_environment import ProcessSpec
+from services.worker.launch.processes import RankProcess, find_sessions, kill_processes
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +34,10 @@ log = structlog.get_logger(__name__)
 PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
 #: Writes the exit code where a restarted agent finds it. The shell survives a SIGTERM to the group, which the rank
 #: gets, too: it still has to write.
+#: It starts nothing after the uptime of its first argument, in hundredths of a second: the agent may have been stopped
+#: for long since it decided to.
 WRAPPER = (
+    'if [ -n "$1" ]; then read -r up _ < /proc/uptime && [ "${up%.*}${up#*.}" -lt "$1" ] || exit 75; fi; shift; '
     'trap : TERM INT; "$@"; code=$?; echo $code > "$TRAINBUS_EXIT.tmp" && mv "$TRAINBUS_EXIT.tmp" "$TRAINBUS_EXIT"'
 )
 
@@ -53,25 +57,20 @@ def is_refused_by_exec(error: Exception) -> bool:
     return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno == errno.E2BIG)
 
 
+UPTIME = Path("/proc/uptime")
 UNKNOWN_EXIT = -int(signal.SIGKILL)
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A process, identified also after the agent or the machine was restarted."""
-
-    rank: int
-    pid: int
-    #: When it and the machine were started, by psutil: a pid alone is soon another process's.
-    created: float
-    booted: float
 
 
 class Executor(Protocol):
     """How the ranks of one generation are run."""
 
-    async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
-        """Start a rank; its exit code will be in ``exit_path(folder, rank)``, even if no agent runs then."""
+    async def start(
+        self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None = None
+    ) -> RankProcess:
+        """Start a rank; its exit code will be in ``exit_path(folder, rank)``, even if no agent runs then.
+
+        ``start_before``: it must not begin after that time of the boot clock, however long this process is held.
+        """
         ...
 
     def is_alive(self, process: RankProcess) -> bool:
@@ -127,25 +126,27 @@ class ProcessExecutor:
         self._warm_server, self._rank_command = warm_server, tuple(rank_command)
         self._children: list[subprocess.Popen[bytes]] = []
 
-    async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
-        pid = await self._fork(start, folder, cwd)
+    async def start(
+        self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None = None
+    ) -> RankProcess:
+        pid = await self._fork(start, folder, cwd, start_before)
         way = "cold" if pid is None else "warm"
         if pid is None:
-            pid = self._start_cold(start, folder, cwd)
+            pid = self._start_cold(start, folder, cwd, start_before)
         metrics.RANK_STARTS.labels(way).inc()
         created = 0.0  # of a process that has ended already; its exit file has the code
         with contextlib.suppress(psutil.NoSuchProcess):
             created = psutil.Process(pid).create_time()
         return RankProcess(start.rank, pid, created, psutil.boot_time())
 
-    async def _fork(self, start: ProcessSpec, folder: Path, cwd: Path) -> int | None:
+    async def _fork(self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None) -> int | None:
         """Fork a rank from the warm server; return None if it has to start cold."""
         server = self._warm_server
         if start.command is not None or server is None or not server.is_ready or not self._can_fork(start):
             return None
         log_file, exit_file = log_path(folder, start.rank), exit_path(folder, start.rank)
         try:
-            return await server.fork(start.environment, cwd, log_file, exit_file)
+            return await server.fork(start.environment, cwd, log_file, exit_file, start_before=start_before)
         except WarmServerTimeout as error:
             # It may still fork: a cold start now could make two of one rank.
             raise RankStartError(str(error)) from error
@@ -163,12 +164,12 @@ class ProcessExecutor:
             if name.startswith(READ_AT_IMPORT) and not name.startswith(READ_AT_INIT)
         )
 
-    def _start_cold(self, start: ProcessSpec, folder: Path, cwd: Path) -> int:
+    def _start_cold(self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None) -> int:
         command = start.command or self._rank_command
         environment = {**start.environment, "TRAINBUS_EXIT": str(exit_path(folder, start.rank))}
         with log_path(folder, start.rank).open("ab") as output:
             child = subprocess.Popen(
-                ["/bin/sh", "-c", WRAPPER, "sh", *command],
+                ["/bin/sh", "-c", WRAPPER, "sh", _uptime_limit(start_before), *command],
                 cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -181,7 +182,7 @@ class ProcessExecutor:
 
     def is_alive(self, process: RankProcess) -> bool:
         self._children = [child for child in self._children if child.poll() is None]
-        return _is_alive(process)
+        return process.is_alive
 
     def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
         # The kernel reports the end; the warm server reports the exit code, which is written after it.
@@ -192,7 +193,7 @@ class ProcessExecutor:
         return stops.close
 
     def signal(self, process: RankProcess, number: int) -> None:
-        if _is_alive(process):
+        if process.is_alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
@@ -200,19 +201,7 @@ class ProcessExecutor:
         return await asyncio.to_thread(self._sweep, folder, processes)
 
     def _sweep(self, folder: Path, processes: Sequence[RankProcess]) -> int:
-        """Process groups alone are not enough: a launcher may give its children sessions of their own."""
-        killed = 0
-        booted = psutil.boot_time()
-        sessions = {each.pid for each in processes if abs(each.booted - booted) < 60 and not _is_pid_reused(each)}
-        for _ in range(20):
-            pids = list(_find_pids(folder, sessions))
-            if not pids:
-                break
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed += 1
-            psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=0.1)
+        killed = kill_processes({folder: find_sessions(processes)}, LAUNCH_VARIABLE)
         self._children = [child for child in self._children if child.poll() is None]
         return killed
 
@@ -221,13 +210,14 @@ class ProcessExecutor:
             await self._warm_server.close()
 
 
-def _is_alive(process: RankProcess) -> bool:
-    """Whether this very process is alive. A zombie is not: it has ended."""
+def _uptime_limit(start_before: float | None) -> str:
+    """Return a time of the boot clock as an uptime in hundredths of a second; '' where the system tells none."""
     try:
-        now = psutil.Process(process.pid)
-        return bool(abs(now.create_time() - process.created) < 0.05 and now.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+        uptime_s = float(UPTIME.read_text().split()[0])
+    except OSError:
+        return ""
+    # A container may have an uptime of its own.
+    return "" if start_before is None else str(int((uptime_s + start_before - boot_s()) * 100))
 
 
 def _call_on_death(pid: int, callback: Callable[[], None]) -> Callable[[], None]:
@@ -250,37 +240,3 @@ def _call_on_death(pid: int, callback: Callable[[], None]) -> Callable[[], None]
 
     loop.add_reader(handle, on_readable)
     return stop
-
-
-def _is_pid_reused(process: RankProcess) -> bool:
-    try:
-        return bool(abs(psutil.Process(process.pid).create_time() - process.created) >= 0.05)
-    except psutil.Error:
-        return False
-
-
-def _find_pids(folder: Path, sessions: Iterable[int]) -> Iterator[int]:
-    """Yield a generation's processes, found by session, by the log they write, or by their environment."""
-    launch = str(folder / "launch.json")
-    logs = f"{folder.resolve()}/"
-    sessions = set(sessions)
-    for process in psutil.process_iter():
-        pid = process.pid
-        try:
-            if pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if (
-                os.getsid(pid) in sessions
-                or _stdout_path(pid).startswith(logs)
-                or process.environ().get(LAUNCH_VARIABLE) == launch
-            ):
-                yield pid
-        except (psutil.Error, OSError):
-            continue
-
-
-def _stdout_path(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        return ""

@@ -15,7 +15,7 @@ from contracts.events.run import Artifact, RunPlaced, RunStalled
 from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.stall_detector import Stall, StallDetector
-from services.worker.launch.executor import RankProcess
+from services.worker.launch.processes import RankProcess
 from services.worker.ranks.journal_follower import JournalFollower, Publish
 from services.worker.ranks.stall_dumps import describe_dump, dump_flight_recorders, dump_stacks, is_stopped
 

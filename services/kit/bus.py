@@ -24,6 +24,7 @@ from nats.js.errors import APIError, BadRequestError, KeyNotFoundError, NotFound
 from nats.js.kv import KeyValue
 from opentelemetry.trace import SpanKind
 
+import services.kit.nats_wire  # noqa: F401 - it changes the client
 from contracts import subjects, topology
 from contracts.base import Event, Fact, request_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, fact_envelope

@@ -21,6 +21,7 @@ from nats.js import api
 from nats.js.errors import APIError
 from nats.js.errors import Error as JetStreamError
 
+import services.kit.nats_wire  # noqa: F401 - for whoever connects to follow
 from services.kit.pull import PullBroken, PullSubscription
 
 log = structlog.get_logger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -175,6 +176,28 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     await until(lambda: len(seen) == 1, "the request")
     assert seen[0].envelope.id == f"REQUESTS:{seen[0].sequence}"
     assert run_id_for(seen[0].envelope.source, seen[0].envelope.id).startswith("r")
+
+
+async def test_no_subject_that_the_server_lets_through_ends_a_reader(bus: Bus) -> None:
+    host = urlsplit(bus.settings.nats_url)
+    reader, writer = await asyncio.open_connection(host.hostname, host.port)
+    await reader.readline()
+    writer.write(b'CONNECT {"verbose": false, "headers": true}\r\n')
+    for token in (b"\x0c", b"a\x0bb", b"\x85", b"\xff\xfe", b"\xc2\xa0", "\u2028".encode(), b"\x1b[2J", b"\x00"):
+        for event in (b"placed", b"no_such_fact"):
+            writer.write(b"PUB run." + token + b"." + event + b" 2\r\n{}\r\n")
+            writer.write(b"HPUB run." + token + b"." + event + b" 12 14\r\nNATS/1.0\r\n\r\n{}\r\n")
+    writer.write(b"PING\r\n")
+    while b"PONG" not in await reader.readline():
+        pass
+    writer.close()
+    await bus.publish(placed("r1", 1))
+    assert [message.event.run_id for message in await bus.read_history("run.*.placed")] == ["r1"]
+    found: list[Any] = []
+    async for batch in bus.follow("FACTS", ("run.*.*",), until_caught_up=True):
+        found += batch
+    assert [message.event.run_id for message in found] == ["r1"]
+    assert found[0].sequence > 1, "the server let none of them through"
 
 
 async def test_a_stream_of_requests_that_is_made_anew_gives_no_id_twice(bus: Bus) -> None:

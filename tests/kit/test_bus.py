@@ -183,7 +183,7 @@ async def test_no_subject_that_the_server_lets_through_ends_a_reader(bus: Bus) -
     reader, writer = await asyncio.open_connection(host.hostname, host.port)
     await reader.readline()
     writer.write(b'CONNECT {"verbose": false, "headers": true}\r\n')
-    for token in (b"\x0c", b"a\x0bb", b"\x85", b"\xff\xfe", b"\xc2\xa0", "\u2028".encode(), b"\x1b[2J", b"\x00"):
+    for token in (b"\x0c", b"a\x0bb", b"\x85", b"\xff\xfe", b"\xc2\xa0", "\u2028".encode(), b"\x1b[2J", b"l" * 4000):
         for event in (b"placed", b"no_such_fact"):
             writer.write(b"PUB run." + token + b"." + event + b" 2\r\n{}\r\n")
             writer.write(b"HPUB run." + token + b"." + event + b" 12 14\r\nNATS/1.0\r\n\r\n{}\r\n")

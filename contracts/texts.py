@@ -6,6 +6,7 @@ A sentence is about the run, node, dataset or model of the fact and does not nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -34,11 +35,12 @@ STALL_ACTIONS = {
 
 
 def describe(event: Any) -> str:
-    """Return one line about a fact."""
+    """Return one line about a fact. Never raises: who can publish can say what makes no sentence."""
     text = SENTENCES.get(type(event))
-    if text is None:
-        return str(event.type.removeprefix("trainbus."))
-    return " ".join(text(event).splitlines())
+    if text is not None:
+        with suppress(Exception):
+            return " ".join(text(event).splitlines())
+    return str(event.type.removeprefix("trainbus."))
 
 
 def describe_milestone(event: Any) -> str:

@@ -171,6 +171,22 @@ async def test_a_consumer_stops_rather_than_dead_letter_a_whole_stream(bus: Bus)
     assert info.num_pending + info.num_ack_pending == 5, "the others wait"
 
 
+@pytest.mark.parametrize(("source", "stops"), [("", False), ("shop", False), ("trainbus/scheduler", True)])
+async def test_nonsense_stops_a_consumer_only_if_a_service_has_published_it(bus: Bus, source: str, stops: bool) -> None:
+    @bus.subscriber(CONSUMER, RunCancelled)
+    async def on_cancelled(message: Message[RunCancelled]) -> None:
+        pass
+
+    for _ in range(8):
+        await bus.js.publish(FACT.subject, b"no JSON", headers={"ce-source": source} if source else None)
+    await bus.start()
+    await wait_for_dead_letters(bus, 3 if stops else 8)
+    if stops:
+        await until(lambda: bus.stopped_consumers == [CONSUMER.name], "the consumer to stop")
+    else:
+        assert bus.stopped_consumers == []
+
+
 async def test_a_long_handler_keeps_the_messages_behind_it(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is pulled ahead must not be delivered again meanwhile."""
     monkeypatch.setattr(pull_subscriber, "EXTEND_SHARE", OFTEN)

@@ -10,14 +10,14 @@ What is decided about a node is bound to its id or to one incarnation of its age
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from contracts.base import Token
 from contracts.events.node import DrainScope, NodeDraining, NodeFact, NodeJoined, NodeUndrained
 
 #: How far a state is from use. Only one as far or further replaces it, until the node joins again or is undrained.
@@ -25,6 +25,9 @@ SEVERITY = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 
 GONE_STATES = frozenset({"left", "lost"})
 #: How many past incarnations a node remembers: a late fact of one of them ends nothing.
 MAX_PAST_INCARNATIONS = 16
+#: (run, generation), as facts let them in: what an agent says becomes a fact.
+_RUNNING = TypeAdapter(tuple[tuple[Token, Annotated[int, Field(ge=1)]], ...])
+_POSITION = TypeAdapter(Annotated[int, Field(ge=0)])
 
 
 class NodeDrain(BaseModel):
@@ -125,7 +128,6 @@ def incarnations_before(node: NodeLife | None) -> list[str]:
 class NodeStatement:
     """What an agent says of itself at each renewal of its lease. The scheduler compares it with what it believes."""
 
-    node_id: str
     #: The agent has acted on every fact up to this sequence.
     position: int
     #: (run, generation) of what it runs, or has not reported yet.
@@ -133,13 +135,16 @@ class NodeStatement:
 
     def as_lease_data(self) -> dict[str, str]:
         """Return it as the record of a lease holds it."""
-        return {"node_id": self.node_id, "position": str(self.position), "running": json.dumps(self.running)}
+        return {"position": str(self.position), "running": _RUNNING.dump_json(self.running).decode()}
 
     @classmethod
     def from_lease_data(cls, data: Mapping[str, str]) -> NodeStatement | None:
-        """Return what a record says; None if it says nothing that can be understood, as of an older agent."""
-        try:
-            running = tuple((str(run_id), int(generation)) for run_id, generation in json.loads(data["running"]))
-            return cls(str(data["node_id"]), int(data["position"]), running)
-        except (KeyError, ValueError, TypeError):
+        """Return what a record says; None if it says nothing, as that of an older agent.
+
+        Raises:
+            ValueError: it says what no fact could hold.
+        """
+        if "running" not in data:
             return None
+        position = _POSITION.validate_json(data.get("position", ""))
+        return cls(position, _RUNNING.validate_json(data["running"], strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 import structlog
+from pydantic_core import from_json
 
 from contracts.best_checkpoint import find_best, find_ranking_metric
 from contracts.spec.run import RunSpec
@@ -297,7 +298,7 @@ def _cursor(row: Row) -> str:
 
 def _read_cursor(cursor: str) -> tuple[float, str]:
     try:
-        time_s, run_id = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        time_s, run_id = from_json(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         return float(time_s), str(run_id)
     except (binascii.Error, ValueError, TypeError) as error:
         raise BadCursor("cursor: give a 'next_cursor' of an earlier answer, unchanged") from error

@@ -20,6 +20,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
 from nats.js.kv import KeyValue
+from pydantic_core import from_json
 
 from contracts import topology
 from contracts.envelope import EnvelopeError, RawMessage, decode, encode
@@ -208,7 +209,7 @@ class JobQueue:
                 except BadRequestError:
                     # Taken over; or an earlier renewal of ours arrived whose answer was lost.
                     entry = await bucket.get(job.key)
-                    if json.loads(entry.value or b"{}").get("holder") != self._holder:
+                    if from_json(entry.value or b"{}").get("holder") != self._holder:
                         return
                     revision = entry.revision or revision
             except KeyNotFoundError:
@@ -220,7 +221,7 @@ class JobQueue:
 def _value(key: str, raw: bytes) -> dict[str, object] | None:
     """Parse a job as ``submit`` wrote it; return None for anything else."""
     try:
-        value: dict[str, object] = json.loads(raw)
+        value: dict[str, object] = from_json(raw)
         _decode_job(_Job(key, 0, value))
         str(value["holder"])
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, EnvelopeError) as error:

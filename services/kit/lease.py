@@ -17,6 +17,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
 from nats.js.kv import KeyValue
+from pydantic import BaseModel, Field, FiniteFloat
 
 from contracts import topology
 from services.kit import metrics
@@ -244,11 +245,20 @@ async def read_records(bus: Bus, prefix: str) -> dict[str, LeaseRecord]:
     return records
 
 
+class _Written(BaseModel):
+    """A record as its holder writes it."""
+
+    holder: str
+    #: A finite time: the lease would never be free again.
+    ttl_s: FiniteFloat
+    data: dict[str, str] = Field(default_factory=dict)
+
+
 def _record(key: str, raw: bytes | None, revision: int) -> LeaseRecord:
     """Parse a record; an invalid one counts as an expired lease without a holder."""
     try:
-        value = json.loads(raw or b"{}")
-        return LeaseRecord(str(value["holder"]), float(value["ttl_s"]), revision, dict(value.get("data", {})))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("invalid lease record, treated as expired", key=key, error=repr(error))
+        written = _Written.model_validate_json(raw or b"{}")
+    except ValueError as error:
+        log.warning("invalid lease record, treated as expired", key=key, error=str(error))
         return LeaseRecord("", 0.0, revision, {})
+    return LeaseRecord(written.holder, written.ttl_s, revision, written.data)

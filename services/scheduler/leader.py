@@ -82,7 +82,7 @@ class Leader:
         self._lease: Lease | None = None
         #: Since when the bus has carried the agents' facts to us without a pause, in the log's time.
         self._reachable_since: datetime | None = None
-        #: Up to which revision of each agent's lease it was compared with the log, by the holder.
+        #: The revision of each node's lease that was compared with the log last, by the node.
         self._compared: dict[str, int] = {}
         self._last_cycle_s = 0.0
         self._left_over = NOTHING_LEFT
@@ -238,18 +238,30 @@ class Leader:
 
     async def _settle_disputes(self, records: Mapping[str, LeaseRecord]) -> None:
         """Free what only a node's agent, or only we take to run: an agent that reads it ends what it runs of it."""
-        said = [(record, statement) for record in records.values() if (statement := self._new_statement(record))]
-        if any(disputed_parts(self.cache.cluster, each.node_id, record.holder, each) for record, each in said):
+        # The key names the node, which only its own agent writes.
+        by_node = {key.removeprefix(NODE_LEASES): record for key, record in records.items()}
+        said = [
+            (node_id, record.holder, statement)
+            for node_id, record in by_node.items()
+            if (statement := self._new_statement(node_id, record)) is not None
+        ]
+        if any(disputed_parts(self.cache.cluster, *each) for each in said):
             # What was said may follow from facts that we have not folded yet.
             await self.cache.catch_up()
-        for record, each in said:
-            for run_id, generation in disputed_parts(self.cache.cluster, each.node_id, record.holder, each):
-                await self._release(each.node_id, run_id, generation)
-        self._compared = {record.holder: record.revision for record in records.values()}
+        for node_id, incarnation, statement in said:
+            for run_id, generation in disputed_parts(self.cache.cluster, node_id, incarnation, statement):
+                await self._release(node_id, run_id, generation)
+        self._compared = {node_id: record.revision for node_id, record in by_node.items()}
 
-    def _new_statement(self, record: LeaseRecord) -> NodeStatement | None:
-        is_new = self._compared.get(record.holder) != record.revision
-        return NodeStatement.from_lease_data(record.data) if is_new else None
+    def _new_statement(self, node_id: str, record: LeaseRecord) -> NodeStatement | None:
+        if self._compared.get(node_id) == record.revision:
+            return None
+        try:
+            return NodeStatement.from_lease_data(record.data)
+        except ValueError as error:
+            log.warning("a node's lease says what cannot be", node_id=node_id, error=str(error))
+            metrics.INVALID_STATEMENTS.inc()
+            return None
 
     async def _release(self, node_id: str, run_id: str, generation: int) -> None:
         runs = (run_id, generation) not in self.cache.cluster.nodes[node_id].allocations

@@ -29,6 +29,9 @@ DISPUTES = counter(
     "Parts of runs that only the scheduler, or only the node's agent, took to run on a node: they were freed.",
     who=("scheduler", "agent"),
 )
+INVALID_STATEMENTS = Counter(
+    "trainbus_scheduler_invalid_statements_total", "Node leases that named what no node can run: they were ignored."
+)
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
 PREEMPTIONS = counter(
     "trainbus_scheduler_preemptions_total",

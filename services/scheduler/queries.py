@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from nats.aio.msg import Msg
+from pydantic_core import from_json
 
 from contracts import subjects
 from services.scheduler import policies
@@ -71,7 +72,7 @@ async def serve_queries(leader: Leader, forecast: Forecast) -> AsyncIterator[Non
 
     async def _why(body: bytes) -> dict[str, Any]:
         try:
-            run_id = str(json.loads(body)["run_id"])
+            run_id = str(from_json(body)["run_id"])
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
         if (quarantined := explain_quarantine(cache.cluster, run_id)) is not None:

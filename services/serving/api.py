@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic_core import from_json
 
 from services.serving.core.problems import RequestRefused
 from services.serving.core.protocol import HEADER_LENGTH, describe_model, encode_response, parse_infer
@@ -166,8 +167,8 @@ def parse_body(body: bytes, content_type: str, signature: Signature) -> list[dic
             raise RequestRefused.of("", f"a file alone is no row of this model: send JSON with {names or 'its fields'}")
         return [{signature.inputs[0].name: body}]
     try:
-        content = [json.loads(line) for line in body.splitlines() if line.strip()] if kind in NDJSON else None
-        content = json.loads(body) if content is None else content
+        content = [from_json(line) for line in body.splitlines() if line.strip()] if kind in NDJSON else None
+        content = from_json(body) if content is None else content
     except ValueError as error:
         hint = ""
         if signature.is_table is False:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import structlog
+from pydantic_core import from_json
 
 from contracts import topology
 from contracts.datasets import Manifest
@@ -129,7 +129,7 @@ async def _list_open_jobs(bus: Bus) -> set[str]:
             if entry.value is None:
                 continue
             try:
-                found[entry.key] = str(json.loads(json.loads(entry.value)["body"])["fingerprint"])
+                found[entry.key] = str(from_json(from_json(entry.value)["body"])["fingerprint"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"job {entry.key} cannot be read ({error!r}): nothing was collected") from error
     return set(found.values())

@@ -211,7 +211,8 @@ async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
 
 async def test_an_invalid_job_delays_no_other_job(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.JOBS)
-    for number, nonsense in enumerate((b"", b"no json", b"[]", b'{"holder": ""}', b'{"subject": 7, "headers": []}')):
+    invalid = (b"", b"no json", b"[]", b"[" * 100_000, b'{"holder": ""}', b'{"subject": 7, "headers": []}')
+    for number, nonsense in enumerate(invalid):
         await bucket.put(f"q.nonsense{number}", nonsense)
     recorder = Recorder()
     jobs = JobQueue(bus, "q", recorder.work, recorder.give_up)

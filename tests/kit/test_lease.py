@@ -73,7 +73,8 @@ async def test_leadership_ends_when_another_takes_over(bus: Bus) -> None:
 async def test_an_invalid_record_is_a_lease_without_a_holder(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.LEASES)
     assert await Lease(bucket, "node.n1", "n1", 1.0).try_acquire()
-    for nonsense in (b"", b"no json", b"[]", b'{"holder": "x", "ttl_s": "soon"}'):
+    times = (b'{"holder": "x", "ttl_s": "soon"}', b'{"holder": "x", "ttl_s": NaN}')
+    for nonsense in (b"", b"no json", b"[]", b"[" * 100_000, *times):
         await bucket.put("node.n2", nonsense)
         records = await read_records(bus, "node.")
         assert records["node.n1"].holder == "n1"

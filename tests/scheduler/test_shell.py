@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from nats.errors import NoRespondersError
+from prometheus_client import REGISTRY
 
 from contracts import subjects, topology
 from contracts.base import request_id_for, run_id_for
@@ -46,6 +47,10 @@ from tests.scheduler.world import CODE, spec
 
 SOURCE = "test"
 COMMAND = {"name": "hello", "command": ["true"]}
+
+
+def _ignored_statements() -> float:
+    return REGISTRY.get_sample_value("trainbus_scheduler_invalid_statements_total") or 0.0
 
 
 @asynccontextmanager
@@ -267,8 +272,8 @@ async def test_what_an_agent_does_not_run_is_freed_and_what_it_should_not_run_is
             run_id = await request(bus, "train", COMMAND)
             placed = (await until(bus, f"run.{run_id}.placed"))[0]
             # It has not come to the placement yet, and an agent of an older version says nothing at all.
-            said |= NodeStatement("n1", placed.sequence - 1, ()).as_lease_data()
-            said |= NodeStatement("n1", placed.sequence, (("stray", 3),)).as_lease_data()
+            said |= NodeStatement(placed.sequence - 1, ()).as_lease_data()
+            said |= NodeStatement(placed.sequence, (("stray", 3),)).as_lease_data()
             [freed] = await until(bus, f"run.{run_id}.released")
             [ended] = await until(bus, "run.stray.released")
             assert (freed.event.node_id, freed.event.generation, freed.event.clean) == ("n1", 1, False)
@@ -276,6 +281,32 @@ async def test_what_an_agent_does_not_run_is_freed_and_what_it_should_not_run_is
             assert freed.event.detail == "its agent does not run it"
             again = (await until(bus, f"run.{run_id}.placed", 2))[1]
             assert again.event.generation == 2
+
+
+async def test_a_lease_that_names_what_cannot_be_or_another_node_frees_nothing(settings: Settings, bus: Bus) -> None:
+    said: dict[str, str] = {}
+    async with running(settings):
+        bucket = await bus.open_bucket(topology.LEASES)
+        for number, nonsense in enumerate((b"[" * 100_000, b"[]", b'{"holder": "1", "ttl_s": Infinity}')):
+            await bucket.put(f"node.x{number}", nonsense)
+        async with (
+            Lease(bucket, "node.n1", "1", 60.0).leadership(),
+            Lease(bucket, "node.n2", "1", 0.5, data=lambda: said).leadership(),
+        ):
+            await join(bus, "n1", 1)
+            run_id = await request(bus, "train", COMMAND)
+            placed = (await until(bus, f"run.{run_id}.placed"))[0]
+            # What n2 says is about n2 alone, whatever it calls itself.
+            said |= {**NodeStatement(placed.sequence, ()).as_lease_data(), "node_id": "n1"}
+            await join(bus, "n2", 1)
+            ignored = _ignored_statements()
+            said["running"] = json.dumps([["not.a run", 1]])
+            await eventually(lambda: _ignored_statements() > ignored, "a statement that is ignored")
+            # The one who reads it decides on.
+            said["running"] = json.dumps([["stray", 3]])
+            [ended] = await until(bus, "run.stray.released")
+            assert ended.event.node_id == "n2"
+            assert await bus.read_history(f"run.{run_id}.released") == []
 
 
 async def test_a_node_that_does_not_release_a_run_is_lost_after_its_lease(settings: Settings, bus: Bus) -> None:

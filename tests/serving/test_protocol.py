@@ -73,6 +73,7 @@ def test_a_file_is_base64_in_json_and_bytes_behind_it() -> None:
     ("content", "field", "text"),
     [
         (b"{", "", "no JSON"),
+        (b"[" * 100_000, "", "no JSON"),
         (b"{}", "inputs", "at least one tensor"),
         (body(tensor("agee", "FP32", [1.0])), "inputs.agee.name", "did you mean 'age'?"),
         (body(tensor("age", "FP31", [1.0])), "inputs.age.datatype", "must be one of"),
@@ -88,6 +89,12 @@ def test_bad_requests_are_explained(content: bytes, field: str, text: str) -> No
         parse_infer(content, None, TABLE)
     assert raised.value.problems[0].field == field
     assert text in raised.value.problems[0].text
+
+
+@pytest.mark.parametrize("length", ["", "-1", "3", "²", "9" * 5000])
+def test_a_length_that_is_none_is_refused(length: str) -> None:
+    with pytest.raises(RequestRefused, match="at most 2"):
+        parse_infer(b"{}", length, TABLE)
 
 
 def test_the_inputs_of_samples() -> None:

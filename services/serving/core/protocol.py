@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from contracts.model_process import BYTES, ELEMENT_BYTES, Tensor, unpack_bytes
 from services.serving.core.problems import InputProblem, RequestRefused, suggest
 from services.serving.core.rows import numpy_code, rows_to_samples, to_values
@@ -47,7 +49,7 @@ def parse_infer(body: bytes, header_length: str | None, signature: Signature) ->
     """
     header, binary = _split_body(body, header_length)
     try:
-        content = json.loads(header)
+        content = from_json(header)
     except ValueError as error:
         raise RequestRefused.of("", f"the body is no JSON: {error}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("inputs"), list) or not content["inputs"]:
@@ -72,7 +74,7 @@ def parse_infer(body: bytes, header_length: str | None, signature: Signature) ->
 def _split_body(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
     if header_length is None:
         return body, b""
-    if not header_length.isdigit() or int(header_length) > len(body):
+    if not header_length.isdecimal() or len(header_length) > 18 or int(header_length) > len(body):
         raise RequestRefused.of(HEADER_LENGTH, f"must be the bytes of the JSON, at most {len(body)}")
     return body[: int(header_length)], body[int(header_length) :]
 

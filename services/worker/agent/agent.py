@@ -253,7 +253,7 @@ class Agent:
 
     def _state_what_runs(self) -> dict[str, str]:
         running = running_generations(self._generations.state)
-        return NodeStatement(self._settings.node_id, self._stored.position or 0, running).as_lease_data()
+        return NodeStatement(self._stored.position or 0, running).as_lease_data()
 
     def _filters(self) -> tuple[str, ...]:
         own: tuple[type[Fact], ...] = (NodeLost, NodeDraining, NodeJoined)

@@ -85,6 +85,19 @@ class Stack:
     #: Every run that this test has asked for.
     published: list[str] = field(default_factory=list)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that name this stack to its own services and commands."""
+        settings = find_address(self.data_dir).settings()
+        assert settings.s3_secret_key is not None
+        named = {
+            "nats_url": settings.nats_url,
+            "s3_endpoint": settings.s3_endpoint,
+            "s3_access_key": settings.s3_access_key,
+            "s3_secret_key": settings.s3_secret_key.get_secret_value(),
+        }
+        return {f"TRAINBUS_{name.upper()}": value for name, value in named.items() if value is not None}
+
     # -- input --------------------------------------------------------------
 
     async def fill_lake(self) -> None:

@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +37,47 @@ from trainbus.embedded.layout import StackOptions
 SECONDS = (1.0, 20.0, 90.0)
 
 
-async def play_all(
-    data_dir: Path, numbers: range, seed: int, at_a_time: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """Play the histories; return a line for each."""
+class Board:
+    """What is known so far, over all stacks."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._progress = progress
+        self._bar = progress.add_task("outages", total=total, unlike=0)
+
+    def add(self, number: int, outages: tuple[Outage, ...], difference: str, seconds: float) -> None:
+        """Add a history that was played."""
+        done = [str(outage) for outage in outages]
+        self.lines.append({"number": number, "outages": done, "difference": difference, "seconds": round(seconds, 1)})
+        if difference:
+            self._progress.console.print(f"[red]{number}: {'; '.join(done)}: {difference}")
+        unlike = sum(bool(each["difference"]) for each in self.lines)
+        self._progress.update(self._bar, advance=1, unlike=unlike)
+
+
+async def play_all(data_dirs: Sequence[Path], numbers: range, seed: int, at_a_time: int, board: Board) -> None:
+    """Play the histories on several stacks side by side."""
+    shares = [numbers[place :: len(data_dirs)] for place in range(len(data_dirs))]
+    await asyncio.gather(
+        *(_play_on(data_dir, share, seed, at_a_time, board) for data_dir, share in zip(data_dirs, shares, strict=True))
+    )
+
+
+async def _play_on(data_dir: Path, numbers: range, seed: int, at_a_time: int, board: Board) -> None:
     bus, objects = connected(data_dir)
     await bus.connect(reconcile_topology=False)
-    found: list[dict[str, Any]] = []
     async with objects:
         stack = Stack(data_dir, bus, objects)
         await stack.fill_lake()
         _, reference = await play(stack)
-        bar = progress.add_task("outages", total=len(numbers), unlike=0)
 
         async def one(number: int) -> None:
             outages, started = draw(number, SECONDS, seed), time.perf_counter()
             difference = await _difference(stack, outages, reference)
-            found.append(_line(number, outages, difference, time.perf_counter() - started))
-            if difference:
-                progress.console.print(f"[red]{number}: {'; '.join(map(str, outages))}: {difference}")
-            progress.update(bar, advance=1, unlike=sum(bool(each["difference"]) for each in found))
+            board.add(number, outages, difference, time.perf_counter() - started)
 
         await gather_limited((one(number) for number in numbers), limit=at_a_time)
     await bus.close()
-    return sorted(found, key=lambda each: int(each["number"]))
 
 
 async def _difference(stack: Stack, outages: tuple[Outage, ...], reference: Outcome) -> str:
@@ -68,11 +87,6 @@ async def _difference(stack: Stack, outages: tuple[Outage, ...], reference: Outc
     except Exception as error:  # whatever it was: it is this history's result
         return f"{type(error).__name__}: {error}"[:500]
     return "" if outcome == reference else f"{run_id} ended as {outcome}, not as {reference}"
-
-
-def _line(number: int, outages: tuple[Outage, ...], difference: str, seconds: float) -> dict[str, Any]:
-    done = [str(outage) for outage in outages]
-    return {"number": number, "outages": done, "difference": difference, "seconds": round(seconds, 1)}
 
 
 def show(lines: list[dict[str, Any]], outages: list[Outage], wall_s: float) -> None:
@@ -99,7 +113,8 @@ def main() -> None:
     parser.add_argument(
         "--at-a-time", type=int, default=3, help="histories on the stack at a time, which share outages"
     )
-    parser.add_argument("--keep", type=Path, help="folder for the stack's data and logs, kept")
+    parser.add_argument("--stacks", type=int, default=1, help="stacks side by side")
+    parser.add_argument("--keep", type=Path, help="folder for the stacks' data and logs, kept")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     numbers = range(arguments.first, arguments.first + arguments.count)
@@ -108,13 +123,17 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="trainbus-outages-") as scratch,
         Progress(TextColumn("outages"), BarColumn(), MofNCompleteColumn(), *columns) as progress,
+        ExitStack() as stacks,
     ):
-        folder = arguments.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = StackOptions(folder / "data")
-        with StackProcess(options, output=folder / "output.log") as stack:
-            stack.wait_ready()
-            lines = asyncio.run(play_all(options.data_dir, numbers, arguments.seed, arguments.at_a_time, progress))
+        folders = [(arguments.keep or Path(scratch)) / str(place) for place in range(arguments.stacks)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            started_stack = StackProcess(StackOptions(folder / "data"), output=folder / "output.log")
+            stacks.enter_context(started_stack).wait_ready()
+        board = Board(progress, len(numbers))
+        data_dirs = [folder / "data" for folder in folders]
+        asyncio.run(play_all(data_dirs, numbers, arguments.seed, arguments.at_a_time, board))
+    lines = sorted(board.lines, key=lambda each: int(each["number"]))
     outages = [outage for number in numbers for outage in draw(number, SECONDS, arguments.seed)]
     show(lines, outages, time.perf_counter() - started)
     failed = [line for line in lines if line["difference"]]

@@ -21,12 +21,14 @@ from nats.js import api
 from nats.js.errors import APIError
 from nats.js.errors import Error as JetStreamError
 
-import services.kit.nats_wire  # noqa: F401 - for whoever connects to follow
+import services.kit.nats_wire  # noqa: F401 - reads what any client has published
 from services.kit.pull import PullBroken, PullSubscription
 
 log = structlog.get_logger(__name__)
 
 BATCH = 500
+#: The server's numbers for filters that it refuses: twice the same, overlapping ones, an empty one.
+REFUSED_FILTERS = frozenset({10136, 10138, 10139})
 
 
 async def follow(
@@ -38,7 +40,11 @@ async def follow(
     idle_s: float,
     until_caught_up: bool,
 ) -> AsyncGenerator[list[Msg], None]:
-    """Yield batches of raw messages; see ``Bus.follow``."""
+    """Yield batches of raw messages; see ``Bus.follow``.
+
+    Raises:
+        ValueError: the server refuses the filters. No later attempt would change that.
+    """
     position = start_sequence - 1
     while True:
         reader: _Reader | None = None
@@ -53,6 +59,8 @@ async def follow(
                 if until_caught_up and (batch[-1].metadata.num_pending == 0 if batch else await reader.is_drained()):
                     return
         except (TimeoutError, PullBroken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
+            if getattr(error, "err_code", None) in REFUSED_FILTERS:
+                raise ValueError(f"stream {stream} cannot be read by the filters {filters}: {error}") from error
             log.info("following again", stream=stream, position=position, reason=repr(error))
             # The reader's clock goes on while the server is away.
             if not until_caught_up:

@@ -2,8 +2,8 @@
 
 A subject may hold any byte but a blank, a tab, CR and LF. nats-py 2 takes each white space of a regular expression for
 the end of a subject (a form feed, a vertical tab), and every subject for UTF-8. On one that is neither it can read
-nothing more from the connection; after it has connected again the same message comes first. So whoever may publish
-could end every service with one message.
+nothing more from the connection; after it has connected again the same message comes first. So every client that may
+publish could end every service with one message.
 """
 
 from __future__ import annotations

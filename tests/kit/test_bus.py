@@ -103,6 +103,11 @@ async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus) -> None:
         await bus.publish(RunCancelled(run_id="r1", reason="x" * (bus.nc.max_payload + 1)))
 
 
+async def test_filters_that_the_server_refuses_are_an_error(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="cannot be read by the filters"):
+        await asyncio.wait_for(anext(bus.follow(topology.FACTS.name, ("run.*.placed", "run.>"))), 60)
+
+
 async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nats_server: NatsServer) -> None:
     seen: list[int] = []
 

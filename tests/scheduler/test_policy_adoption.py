@@ -113,7 +113,7 @@ async def test_a_request_that_is_stale_or_invalid_is_refused_with_the_reason(set
     assert [each.event.digest for each in await bus.read_history(ADOPTED)] == [FIFO.digest, SKIP.digest, SKIP.digest]
 
 
-async def test_a_request_is_answered_once_whoever_gets_it_and_when(settings: Settings, bus: Bus) -> None:
+async def test_a_request_that_another_instance_gets_again_is_answered_once(settings: Settings, bus: Bus) -> None:
     """Redelivered after its answer, by another instance, when its answer would be another one."""
     noisy = settings.model_copy(update={"inject_duplicates": True})
     async with started(noisy, policy="fifo"):

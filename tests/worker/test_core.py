@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
-from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting, RunReleased
+from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunPreempting, RunReleased
 from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
@@ -50,6 +51,7 @@ COMMITTED = CheckpointCommitted(
     checkpoint=CheckpointRef(uri="s3://a-b/c", step=4, epoch=1, samples_consumed=1),
 )
 RELEASED = RunReleased(run_id="r", generation=1, node_id="n1")
+FAILED = RunFailed(run_id="r", reason="it is over")
 ELSEWHERE, LOST = placed(2, "n2"), NodeLost(node_id="n1", incarnation="me")
 CASES: list[tuple[str, list[Any], list[str]]] = [
     ("ours", [placed()], ["StartGeneration"]),
@@ -64,6 +66,7 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
     ("committed", [placed(), COMMITTED], ["StartGeneration", "SettleCheckpoint"]),
     ("committed by an old generation", [placed(2), COMMITTED], ["StartGeneration"]),
     ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["StartGeneration", "DropGeneration", "CleanUpRun"]),
+    ("failed while it trains", [placed(), FAILED, FAILED], ["StartGeneration", "StopGeneration"]),
     ("joined by somebody else", [joined("other")], ["RejoinCluster"]),
     ("joined by itself", [joined("me"), joined("other", "n2")], []),
     ("said to have ended", [placed(), RELEASED], ["StartGeneration", "DropGeneration"]),
@@ -80,6 +83,13 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
 ]
 
 
+def fold(*events: Any) -> node_decisions.NodeState:
+    state = node_decisions.NodeState("n1", incarnation="me")
+    for sequence, event in enumerate(events, start=1):
+        state, _ = node_decisions.decide(state, event, sequence)
+    return state
+
+
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_facts_lead_to_decisions(events: list[Any], expected: list[str]) -> None:
     state, decided = node_decisions.NodeState("n1", incarnation="me"), []
@@ -87,6 +97,22 @@ def test_facts_lead_to_decisions(events: list[Any], expected: list[str]) -> None
         state, decisions = node_decisions.decide(state, event, sequence)
         decided += [type(decision).__name__ for decision in decisions]
     assert decided == expected
+
+
+def test_what_is_left_of_a_failed_run_goes_once_its_ranks_have_ended() -> None:
+    state = fold(placed(), FAILED)
+    assert node_decisions.end_generation(state, "r", 2) == (state, [])
+    over, decisions = node_decisions.end_generation(state, "r", 1)
+    assert (dict(over.generations), decisions) == ({}, [node_decisions.CleanUpRun("r")])
+
+
+def test_a_run_is_not_completed_while_its_ranks_train() -> None:
+    completed, state = RunCompleted(run_id="r", generation=1), fold(placed())
+    assert "have not ended" in node_decisions.completion_problem(state, completed)
+    reported = state.with_generation(replace(state.generations["r"], has_report=True))
+    assert node_decisions.completion_problem(reported, completed) == ""
+    # The agent's own report, which comes back to it.
+    assert node_decisions.decide(reported, RELEASED, 2) == (reported, [])
 
 
 def test_placement_before_the_join_is_void() -> None:

@@ -89,7 +89,7 @@ async def test_a_run_is_not_completed_while_its_ranks_run(world: World, agent: A
 
 
 @pytest.mark.parametrize("end", [RunFailed(run_id="r1", reason="a lie"), RunCancelled(run_id="r1", reason="a lie")])
-async def test_whoever_ends_a_run_the_scheduler_gets_an_answer(world: World, agent: Any, end: Any) -> None:
+async def test_a_forged_end_of_a_run_is_answered(world: World, agent: Any, end: Any) -> None:
     await agent()
     await world.place(params={"steps": 1_000_000})
     await world.wait_steps(5)

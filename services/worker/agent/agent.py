@@ -206,7 +206,9 @@ class Agent:
             async for batch in self._context.bus.follow(
                 topology.FACTS.name, self._filters(), (self._stored.position or 0) + 1, idle_s=1.0
             ):
-                if self._has_left or await self._apply(batch) or self._term.is_over:
+                if rejoin := await self._apply(batch):
+                    log.warning("joining again", reason=rejoin)
+                if rejoin or self._has_left or self._term.is_over:
                     return
                 self._generations.reap()
                 self._lease.raise_error()
@@ -260,14 +262,16 @@ class Agent:
         node = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in own)
         return (*(event.subject_filter() for event in FOLLOWED), *node)
 
-    async def _apply(self, batch: list[Message[Any]]) -> bool:
-        """Act on the facts and save the position; return whether the node must join again."""
-        rejoin = False
+    async def _apply(self, batch: list[Message[Any]]) -> str:
+        """Act on the facts and save the position; return why the node must join again, '' if it need not."""
+        rejoin = ""
         for message in batch:
-            if await self._generations.is_unsupported(message):
+            # The bus being slow to answer is no reason for another incarnation.
+            asking = partial(self._generations.is_unsupported, message)
+            if await retry_transient(asking, "what supports a fact could not be read", subject=message.subject):
                 continue
             self._repairer.handle_fact(message.event)
-            rejoin |= self._generations.apply(message)
+            rejoin = self._generations.apply(message) or rejoin
         if batch:
             self._stored.position = batch[-1].sequence
             await self._save()

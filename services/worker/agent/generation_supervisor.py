@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -27,6 +28,8 @@ from services.worker.node_context import NodeContext
 log = structlog.get_logger(__name__)
 
 RUN_ENDS = (RunCompleted, RunFailed, RunCancelled)
+#: What is said of ranks or runs that have ended.
+ENDS = (*RUN_ENDS, RunExited, RunReleased)
 LEAVING = "the node's agent is stopping"
 
 Key = tuple[str, int]
@@ -41,8 +44,6 @@ class GenerationSupervisor:
         self._runners: dict[Key, GenerationRunner] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._support = PlacementSupport(context.bus, context.settings.node_id)
-        #: Runs of which nothing but the report is awaited: they have failed or were cancelled.
-        self._over: set[str] = set()
         self._is_restored = self._is_leaving = self._may_start = False
         #: Whether runs have ended since their folders were removed; at first, those of earlier lives.
         self._has_ended_runs = True
@@ -155,47 +156,33 @@ class GenerationSupervisor:
             concerns_us = event.run_id in self.state.generations or self._support.is_member(event)
             problem = await self._support.problem(message) if concerns_us else ""
         else:
-            problem = self._completion_problem(event)
+            self._look_for_report(event)
+            problem = node_decisions.completion_problem(self.state, event)
         if problem:
             metrics.UNSUPPORTED.labels(event.fact).inc()
             log.warning("a fact that nothing supports, ignored", run_id=event.run_id, fact=event.fact, problem=problem)
         return bool(problem)
 
-    def _completion_problem(self, event: Event) -> str:
-        """Return why a run cannot have been completed; '' if it can."""
-        if isinstance(event, RunCompleted) and self._unreported(event.run_id) is not None:
-            return "its ranks have not ended on this node"
-        return ""
+    def _look_for_report(self, event: Event) -> None:
+        """Note that the ranks of the event's run have ended here, if what they came to is on disk."""
+        here = self.state.generations.get(event.run_id) if isinstance(event, ENDS) else None
+        runner = self._runners.get((here.run_id, here.generation)) if here is not None else None
+        if here is not None and runner is not None and runner.has_report:
+            self.state = self.state.with_generation(replace(here, has_report=True))
 
-    def _unreported(self, run_id: str) -> GenerationRunner | None:
-        """The run's generation here, if nothing is known of its end yet."""
-        here = self.state.generations.get(run_id)
-        runner = self._runners.get((run_id, here.generation)) if here is not None and not here.has_ended else None
-        return None if runner is None or runner.has_report else runner
-
-    def apply(self, message: Message[Any]) -> bool:
-        """Act on a fact; return whether the node must join again."""
-        event = message.event
-        if isinstance(event, RunFailed | RunCancelled) and (runner := self._unreported(event.run_id)) is not None:
-            # It holds slots until the scheduler is told that it has ended here, too; what is left of it goes then.
-            self._over.add(event.run_id)
-            runner.stop(0, f"the run is {event.fact}")
-            return False
-        if isinstance(event, RunExited | RunReleased) and not self._is_about_runner(event):
-            return False
+    def apply(self, message: Message[Any]) -> str:
+        """Act on a fact; return why the node must join again, '' if it need not."""
+        self._look_for_report(message.event)
         self.state, decisions = node_decisions.decide(self.state, message.event, message.sequence)
-        rejoins = [self._carry_out(decision, message) for decision in decisions]
-        return any(rejoins)
-
-    def _is_about_runner(self, event: RunExited | RunReleased) -> bool:
-        """Whether it is said, and not by this agent, that ranks which run here have ended."""
-        is_here = event.node_id == self._context.settings.node_id
-        return is_here and self._unreported(event.run_id) is not None
-
-    def _carry_out(self, decision: Decision, message: Message[Any]) -> bool:
-        match decision:
-            case node_decisions.StartGeneration():
+        for decision in decisions:
+            if isinstance(decision, node_decisions.StartGeneration):
                 self._accept_placement(decision, message)
+            else:
+                self._carry_out(decision)
+        return next((each.reason for each in decisions if isinstance(each, node_decisions.RejoinCluster)), "")
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
             case node_decisions.GenerationDecision(run_id, generation):
                 if (runner := self._runners.get((run_id, generation))) is not None:
                     _apply_to_runner(decision, runner)
@@ -205,10 +192,6 @@ class GenerationSupervisor:
                 # At once: the run may be placed here again, and its ranks then leave new state.
                 self._context.memory.remove_run(decision.run_id)
                 self._remove_checkpoints(decision.run_id)
-            case node_decisions.RejoinCluster():
-                log.warning("joining again", reason=decision.reason)
-                return True
-        return False
 
     def _clean_up(self, run_id: str) -> None:
         self._folders.mark_ended(run_id)
@@ -276,11 +259,9 @@ class GenerationSupervisor:
         finally:
             if runner.files.is_done:
                 self._context.slot_shares.release(run_id, generation)
-            self.state = self.state.end_generation(run_id, generation)
-            if run_id in self._over:
-                self._over.discard(run_id)
-                self.state = self.state.without_run(run_id)
-                self._clean_up(run_id)
+            self.state, decisions = node_decisions.end_generation(self.state, run_id, generation)
+            for decision in decisions:
+                self._carry_out(decision)
 
     async def _void_reason(self, run_id: str, generation: int) -> str:
         """Return why the stream says that the generation must not run; '' if it may."""

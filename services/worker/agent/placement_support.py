@@ -1,4 +1,4 @@
-"""Whether the log supports a placement on this node. Whoever can publish on the bus can publish one."""
+"""Whether the log supports a placement on this node. Every client of the bus can publish one."""
 
 from __future__ import annotations
 

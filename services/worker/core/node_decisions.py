@@ -24,6 +24,10 @@ class LocalGeneration:
     placed_sequence: int
     #: It is reported or dropped; kept so that a repeated fact does not start it again.
     has_ended: bool = False
+    #: How its ranks ended is on disk, and only to be published.
+    has_report: bool = False
+    #: Its run has failed or was cancelled: what is here of it goes once the generation has ended.
+    run_has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ class NodeState:
         """Whether the generation is the run's newest here, and has not ended."""
         found = self.generations.get(run_id)
         return found is not None and found.generation == generation and not found.has_ended
+
+    def is_training(self, run_id: str) -> bool:
+        """Whether the run has ranks here of whose end nothing is known yet."""
+        found = self.generations.get(run_id)
+        return found is not None and not found.has_ended and not found.has_report
 
     def end_generation(self, run_id: str, generation: int) -> NodeState:
         """Return the state in which a generation has ended, if it is still the run's newest here."""
@@ -130,13 +139,11 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
         case NodeLost() if event.node_id == state.node_id:
             return _on_lost(state, event, sequence)
         case NodeJoined() if event.node_id == state.node_id and sequence > state.joined_sequence:
-            # We hold the lease: whoever joins under our name beside us takes the node away from the scheduler.
+            # We hold the lease. An agent that joins under our name beside us takes the node away from the scheduler.
             is_other = event.incarnation != state.incarnation
             return state, [RejoinCluster("somebody else has joined under this name")] if is_other else []
         case RunCompleted() | RunFailed() | RunCancelled() if found := state.generations.get(event.run_id):
-            drop = DropGeneration(found.run_id, found.generation, f"the run is {event.fact}")
-            cleaning = CleanUpRun(event.run_id)
-            return state.without_run(event.run_id), [cleaning] if found.has_ended else [drop, cleaning]
+            return _on_run_ended(state, event, found)
         case RunExited() | RunReleased():
             return _on_reported(state, event)
         case RunPreempting() | CheckpointCommitted() | CheckpointRefused():
@@ -156,6 +163,20 @@ def _decide_live(event: RunPreempting | CheckpointCommitted | CheckpointRefused)
             return SettleCheckpoint(event.run_id, event.generation, event.checkpoint.step, True)
         case CheckpointRefused():
             return SettleCheckpoint(event.run_id, event.generation, event.step, False)
+
+
+def completion_problem(state: NodeState, event: Event) -> str:
+    """Return why a run cannot have been completed; '' if it can. Anybody can publish that it was."""
+    is_false = isinstance(event, RunCompleted) and state.is_training(event.run_id)
+    return "its ranks have not ended on this node" if is_false else ""
+
+
+def end_generation(state: NodeState, run_id: str, generation: int) -> tuple[NodeState, list[Decision]]:
+    """A generation has come to its end here, reported or not."""
+    found = state.generations.get(run_id)
+    if found is not None and found.generation == generation and found.run_has_ended:
+        return state.without_run(run_id), [CleanUpRun(run_id)]
+    return state.end_generation(run_id, generation), []
 
 
 def running_generations(state: NodeState) -> tuple[tuple[str, int], ...]:
@@ -184,9 +205,23 @@ def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[Node
     return state.with_generation(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
 
 
+def _on_run_ended(
+    state: NodeState, event: RunCompleted | RunFailed | RunCancelled, here: LocalGeneration
+) -> tuple[NodeState, list[Decision]]:
+    reason = f"the run is {event.fact}"
+    if state.is_training(event.run_id) and not isinstance(event, RunCompleted):
+        # It holds slots until the scheduler is told that it has ended here, too; what is left of it goes then.
+        stop = StopGeneration(here.run_id, here.generation, 0, reason)
+        is_known = here.run_has_ended
+        return state.with_generation(replace(here, run_has_ended=True)), [] if is_known else [stop]
+    drop, cleaning = DropGeneration(here.run_id, here.generation, reason), CleanUpRun(here.run_id)
+    return state.without_run(event.run_id), [cleaning] if here.has_ended else [drop, cleaning]
+
+
 def _on_reported(state: NodeState, event: RunExited | RunReleased) -> tuple[NodeState, list[Decision]]:
     """Drop ranks of which somebody else has said that they ended: the scheduler gives their slots to others."""
-    if event.node_id != state.node_id or not state.is_live(event.run_id, event.generation):
+    is_ours = event.node_id == state.node_id and state.is_live(event.run_id, event.generation)
+    if not is_ours or not state.is_training(event.run_id):
         return state, []
     drop = DropGeneration(event.run_id, event.generation, f"it is said to have {event.fact} here")
     return state.end_generation(event.run_id, event.generation), [drop]

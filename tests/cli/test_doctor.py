@@ -18,6 +18,7 @@ from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.scheduler.app import SchedulerSettings, build
 from trainbus.client.address import StackAddress
 from trainbus.commands import doctor
 from trainbus.commands.doctor import CheckResult, _check_bus
@@ -79,6 +80,23 @@ async def test_an_autoscaler_is_needed_where_a_policy_has_pools(settings: Settin
     policy = Policy.model_validate({"pools": {"pools": [{"name": "spot", "max_nodes": 2, "slots_per_node": 1}]}})
     await bus.publish(PolicyAdopted(digest=policy.digest, policy=policy))
     assert (await check(settings))["autoscaler"].grade == "missing"
+
+
+async def test_a_policy_without_effect_is_named(settings: Settings, bus: Bus) -> None:
+    policy = Policy(name="chosen")
+    await bus.publish(PolicyAdopted(digest=policy.digest, policy=policy))
+    scheduler = build(SchedulerSettings(**settings.model_dump(), policy="fifo"))
+    task = asyncio.create_task(scheduler.run())
+    try:
+        while not all(scheduler.check_readiness().values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        found = (await check(settings))["policy"]
+        assert found.grade == "note"
+        assert "TRAINBUS_POLICY: fifo" in found.found
+        assert "chosen" in found.found
+    finally:
+        scheduler.stopping.set()
+        await task
 
 
 def test_a_cluster_in_the_environment_needs_nothing_of_this_machine(

@@ -39,8 +39,6 @@ from trainbus.embedded.servers import ServerError, find_binary
 if TYPE_CHECKING:
     from trainbus.client.connection import Connection
 
-#: What is checked, and its package.
-PACKAGES = {"torch": "torch", "MLflow": "mlflow", "FastStream": "faststream", "S3 client": "aioboto3"}
 Grade = Literal["ok", "note", "missing"]
 #: Memory and disk that a stack needs.
 NEEDED_BYTES = 2 * 2**30
@@ -194,10 +192,17 @@ async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResu
         async with connect(address) as connection:
             needed = {*SERVICES, *([AUTOSCALER] if await _has_pools(connection) else [])}
             found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
-            results = [*found, *await _pending_promotions(connection)]
+            results = [*found, *await _unused_policy(connection), *await _pending_promotions(connection)]
             return results if WORKER in checked else [*results, await _nodes(connection)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
+
+
+async def _unused_policy(connection: Connection) -> list[CheckResult]:
+    """Say that a scheduler was started with a policy that has no effect; nothing if the one that answers was not."""
+    state = await connection.query("scheduler", "state", {}, PRESENCE_TIMEOUT_S) or {}
+    unused = state.get("unused_settings")
+    return [CheckResult("policy", "note", unused, "take it from the scheduler's environment")] if unused else []
 
 
 async def _pending_promotions(connection: Connection) -> list[CheckResult]:

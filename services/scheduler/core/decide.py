@@ -128,4 +128,13 @@ def disputed_parts(cluster: Cluster, node_id: str, incarnation: str, said: NodeS
         for run_id, generation in home.allocations
         if (run_id, generation) not in running and cluster.runs[run_id].placed_sequence <= said.position
     ]
-    return forgotten + [each for each in said.running if each not in home.allocations]
+    unknown = [each for each in said.running if each not in home.allocations]
+    return forgotten + [each for each in unknown if not _was_placed(cluster, node_id, *each)]
+
+
+def _was_placed(cluster: Cluster, node_id: str, run_id: str, generation: int) -> bool:
+    """Whether the node has had this part, or may have had. Its agent reads in the log what became of it."""
+    run = cluster.runs.get(run_id)
+    if run is None or generation > run.generation:
+        return False
+    return generation < run.generation or run.terminal or node_id in run.parts

@@ -24,7 +24,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.texts import describe
-from services.worker.generation import preparation
+from services.worker.generation import preparation, runner
 from tests.kit.support import until
 from tests.worker.conftest import World, package, ranks_of
 from tests.worker.cuttable_proxy import CuttableProxy
@@ -370,6 +370,33 @@ async def test_ranks_that_finish_while_the_bus_is_away_lose_nothing(world: World
         service.stopping.set()
         await until(lambda: has_published(world, "left", 1), "the agent to leave")
     committing.cancel()
+
+
+@pytest.mark.parametrize("left", ["checkpoint", "artifact"])
+async def test_what_cannot_be_stored_within_the_grace_of_a_stop_is_no_result(
+    world: World, agent: Any, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have finished, and the store is away. A run that has succeeded would be completed without its state."""
+    monkeypatch.setattr(runner, "FINISHED_UPLOAD_S", 0.5)
+    assert world.settings.s3_endpoint is not None
+    folder = world.settings.data_dir.resolve() / "runs" / "r1" / "g1"
+    async with CuttableProxy(int(world.settings.s3_endpoint.rpartition(":")[2])) as proxy:
+        await agent(s3_endpoint=proxy.url.replace("nats:", "http:"))
+        await world.place(params={"steps": 60, "hold_at": 50})
+        await world.wait_steps(50)
+        if left == "checkpoint":
+            proxy.cut()
+        (folder / "go").touch()
+        if left == "artifact":
+            staged = await world.wait_for(CheckpointStaged)
+            proxy.cut()
+            await world.commit(staged)
+        await until(lambda: not ranks_of(folder), "the ranks to finish")
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="it grows", grace_s=0.5))
+        released = await world.wait_for(RunReleased)
+        assert (released.clean, released.step) == (False, 60)
+        assert "could not be stored" in released.detail
+        proxy.heal()
 
 
 async def has_published(world: World, fact: str, count: int) -> bool:

@@ -63,6 +63,11 @@ class CheckpointStager:
         """Stage the rest, also what only some of the ranks completed."""
         await self._stage_ready(at_end=True)
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether a checkpoint that a rank has completed is not staged yet."""
+        return bool(self._unstaged(at_end=True))
+
     async def upload_artifacts(self, names: Sequence[str], folder: Path | None = None) -> tuple[Artifact, ...]:
         """Upload files of a folder, by default of the generation's own, however long the store is away."""
         spec = self._placed.spec
@@ -72,10 +77,13 @@ class CheckpointStager:
         return await retry_transient(upload, "the store does not accept artifacts")
 
     async def _stage_ready(self, *, at_end: bool) -> None:
+        for step in self._unstaged(at_end=at_end):
+            await retry_transient(partial(self._stage, step), "the checkpoint is not staged yet", step=step)
+
+    def _unstaged(self, *, at_end: bool) -> list[int]:
         state = self._follower.state
         ready = ready_steps({rank: each.checkpoints for rank, each in state.ranks.items()}, at_end=at_end)
-        for step in sorted({*ready, *state.snapshots}):
-            await retry_transient(partial(self._stage, step), "the checkpoint is not staged yet", step=step)
+        return sorted({*ready, *state.snapshots})
 
     async def _stage(self, step: int) -> None:
         state = self._follower.state

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import structlog
 
 from contracts.base import Fact
 from contracts.envelope import Envelope
-from contracts.events.run import Member, RunPlaced
+from contracts.events.run import Artifact, Member, RunPlaced
 from contracts.project_paths import find_import_folders
 from contracts.ranks import Launch
 from services.kit import telemetry
@@ -31,7 +32,7 @@ from services.worker.checkpoints.survivor_state import (
     save_survivor_checkpoints,
     survivor_dir,
 )
-from services.worker.core.journal import JournalSource
+from services.worker.core.journal import JournalSource, RankState
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.core.rank_environment import NodeEnvironment, build_process_specs, is_command
 from services.worker.core.rank_exits import (
@@ -70,6 +71,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 #: Seconds for checkpoints that were complete before a crash to be uploaded.
 CRASH_UPLOAD_S = 20.0
+#: Seconds that ranks which have finished have at least, however short the grace is, until what they left is stored.
+FINISHED_UPLOAD_S = 10.0
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 
@@ -438,23 +441,33 @@ class GenerationRunner:
 
     # -- stop ---------------------------------------------------------------
 
+    @property
+    def _have_finished(self) -> bool:
+        """Whether the ranks have ended by themselves, and well."""
+        return all_succeeded(self._group.exits) and not self._group.terminated
+
     async def _upload_rest(self, stager: CheckpointStager) -> None:
         """Upload what the ranks completed, until it is done or the grace of a stop is over."""
-        grace_s = self._requests.remaining_grace_s()
-        if grace_s is None and first_failure(self._group.exits):
-            grace_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
-        if grace_s == 0:
-            return
-        upload = asyncio.create_task(stager.stage_rest())
-        deadline = None if grace_s is None else time.monotonic() + grace_s
+        limit_s = None
+        if self._requests.remaining_grace_s() is None and first_failure(self._group.exits):
+            limit_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
+        await self._within_grace(stager.stage_rest(), limit_s)
+
+    async def _within_grace(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T | None:
+        """Return what the work comes to; None if the grace of a stop, or ``limit_s``, is over before."""
+        task = asyncio.create_task(work)
+        started = time.monotonic()
+        least_s = FINISHED_UPLOAD_S if self._have_finished else 0.0
         try:
-            while not upload.done() and (deadline is None or time.monotonic() < deadline):
+            while not task.done():
                 self._requests.raise_if_dropped()
-                if deadline is None and (grace_s := self._requests.remaining_grace_s()) is not None:
-                    deadline = time.monotonic() + grace_s
-                await self._requests.wait_for_task(upload, POLL_S)
+                waited_s, grace_s = time.monotonic() - started, self._requests.remaining_grace_s()
+                if waited_s >= (math.inf if limit_s is None else limit_s) or (grace_s == 0 and waited_s >= least_s):
+                    return None
+                await self._requests.wait_for_task(task, POLL_S)
+            return task.result()
         finally:
-            await cancel_and_wait(upload)
+            await cancel_and_wait(task)
 
     # -- report -------------------------------------------------------------
 
@@ -470,12 +483,14 @@ class GenerationRunner:
         committed = False
         if step is not None and failure is None:
             committed = await self._requests.wait_until_committed(step, self._context.settings.commit_timeout_s)
-        if all_succeeded(exits) and not self._group.terminated:
-            results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
-            artifacts = await stager.upload_artifacts([name for result in results for name in result.artifacts])
-            artifacts += await stager.upload_artifacts(self._keeper.artifacts, self._keeper.folder)
-            return self._build_report.succeeded(ranks, artifacts, self._notice())
         position = RunPosition.of(self.placed, ranks)
+        if self._have_finished:
+            artifacts = None if stager.has_rest else await self._within_grace(self._upload_artifacts(ranks, stager))
+            if artifacts is None:
+                # The run would be completed without what it came to: it goes on from what is stored, and ends again.
+                detail = "its ranks have finished, but what they left could not be stored within the grace of the stop"
+                return self._build_report.released(position, clean=False, detail=detail)
+            return self._build_report.succeeded(ranks, artifacts, self._notice())
         if failure is not None:
             detail = f"rank {failure.rank} {describe_exit(failure.code)} after the request to stop"
             return self._build_report.released(position, clean=False, detail=detail)
@@ -484,6 +499,11 @@ class GenerationRunner:
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._build_report.released(position, clean=clean, detail=detail)
+
+    async def _upload_artifacts(self, ranks: Mapping[int, RankState], stager: CheckpointStager) -> tuple[Artifact, ...]:
+        results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
+        named = await stager.upload_artifacts([name for result in results for name in result.artifacts])
+        return named + await stager.upload_artifacts(self._keeper.artifacts, self._keeper.folder)
 
     def _read_code_folder(self) -> Path | None:
         """Return where the ranks found their code; an earlier life of the agent may have launched them."""

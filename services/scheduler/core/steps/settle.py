@@ -276,10 +276,9 @@ def _lost_result(run: Run, exited: RunExited | None, trains: bool) -> str | None
     if run.staged.broken:
         step = max(run.staged.broken)
         return f"its last checkpoint, of step {step}, was refused: {run.staged.broken[step]}"
-    if trains and exited is not None and run.newest is not None and exited.step > run.newest.ref.step:
-        return (
-            f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {run.newest.ref.step}"
-        )
+    stored = run.resume.step if run.resume is not None else 0
+    if trains and exited is not None and exited.step > stored:
+        return f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {stored}"
     return None
 
 

@@ -22,8 +22,9 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Elastic, Faults, Maintenance, Policy
+from contracts.state.node import NodeStatement
 from services.scheduler.cluster_cache import observe
-from services.scheduler.core.decide import decide, unresponsive_nodes
+from services.scheduler.core.decide import decide, disputed_parts, unresponsive_nodes
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import apply
@@ -484,6 +485,24 @@ def test_why_says_for_whom_a_gang_waits_until_it_has_begun() -> None:
     assert "cannot begin" not in answer(world.cluster, "r1", world.now, world.policy)["message"]
 
 
+def test_what_an_agent_said_before_its_ranks_ended_is_no_dispute() -> None:
+    world = two_nodes()
+    training(world)
+    incarnation = world.cluster.nodes["n1"].incarnation
+
+    def disputed(*running: tuple[str, int]) -> list[tuple[str, int]]:
+        return disputed_parts(world.cluster, "n1", incarnation, NodeStatement(world.cluster.sequence, running))
+
+    assert disputed(("r1", 1)) == []
+    assert disputed() == [("r1", 1)]
+    world.commit("r1", 8, final=True)
+    world.exit("r1", step=8)
+    world.settle()
+    assert world.phase("r1") == "completed"
+    assert disputed(("r1", 1)) == []
+    assert disputed(("r1", 2), ("nobody", 1)) == [("r1", 2), ("nobody", 1)]
+
+
 def test_a_final_checkpoint_that_never_comes_is_not_waited_for() -> None:
     world = two_nodes()
     training(world)
@@ -515,6 +534,17 @@ def test_a_last_state_that_is_lost_is_trained_again(part: str) -> None:
     world.settle()
     assert world.phase("r1") == "completed"
     assert world.log[-1][0].checkpoint.step == 8
+
+
+def test_a_first_state_that_is_lost_is_trained_again() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(ELASTIC))
+    world.settle()
+    world.start("r1")
+    world.exit("r1", step=8)
+    world.wait(61)
+    world.settle()
+    assert (world.phase("r1"), world.run("r1").generation, world.run("r1").failures) == ("placed", 2, 1)
 
 
 def test_a_last_state_that_is_lost_again_and_again_fails_the_run_with_the_reason() -> None:

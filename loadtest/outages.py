@@ -39,11 +39,8 @@ async def play_all(
     data_dir: Path, numbers: range, seed: int, at_a_time: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """Play the histories; return a line for each."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
     found: list[dict[str, Any]] = []
-    async with objects:
-        stack = Stack(data_dir, bus, objects)
+    async with connected(data_dir) as stack:
         await stack.fill_lake()
         _, reference = await play(stack)
         bar = progress.add_task("outages", total=len(numbers), unlike=0)
@@ -57,7 +54,6 @@ async def play_all(
             progress.update(bar, advance=1, unlike=sum(bool(each["difference"]) for each in found))
 
         await gather_limited((one(number) for number in numbers), limit=at_a_time)
-    await bus.close()
     return sorted(found, key=lambda each: int(each["number"]))
 
 

@@ -93,7 +93,7 @@ class Launch(Line):
     survivor_dir: Path | None = None
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     if isinstance(value, str) and value not in NON_FINITE:
         return None
     try:
@@ -102,17 +102,17 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _numbers(values: Any) -> Any:
+def _select_numbers(values: Any) -> Any:
     """Return the values that are numbers, NaN and infinity among them: one that is none must not lose the others."""
     if not isinstance(values, Mapping):
         return values
-    numbers = {str(name): _number(value) for name, value in values.items()}
+    numbers = {str(name): _parse_number(value) for name, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 #: How JSON has what it has no number for.
 NON_FINITE = ("NaN", "Infinity", "-Infinity")
-Values = Annotated[dict[str, float], BeforeValidator(_numbers)]
+Values = Annotated[dict[str, float], BeforeValidator(_select_numbers)]
 
 
 class TimedLine(Line):

@@ -21,7 +21,7 @@ import structlog
 from rich.progress import track
 
 from loadtest.common import report
-from tests.e2e.support import DONE_S, Stack, connected
+from tests.e2e.support import DONE_S, connected
 from tests.fuzz.siege import Siege
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
@@ -31,10 +31,7 @@ CHUNK = 1000
 
 async def besiege(data_dir: Path, count: int, seed: int) -> tuple[Siege, float]:
     """Publish ``count`` messages and look around; return what was found and the seconds of the publishing."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
-    async with objects:
-        stack = Stack(data_dir, bus, objects)
+    async with connected(data_dir) as stack:
         await stack.fill_lake()
         over = await stack.publish(await stack.slow_run(epochs=1, step_s=0.0))
         await stack.wait_for(over, "completed", DONE_S)
@@ -44,7 +41,6 @@ async def besiege(data_dir: Path, count: int, seed: int) -> tuple[Siege, float]:
             await siege.publish(min(CHUNK, count - chunk * CHUNK), seed + chunk, (over,))
         seconds = time.perf_counter() - started
         await siege.look_around()
-    await bus.close()
     return siege, seconds
 
 

@@ -156,11 +156,8 @@ def optimum(checkpoint_s: float, restart_s: float, every_s: float) -> float:
 
 
 async def measure(data_dir: Path, arguments: argparse.Namespace, progress: Progress) -> dict[str, Disturbed]:
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
     found: dict[str, Disturbed] = {}
-    async with objects:
-        stack = Stack(data_dir, bus, objects)
+    async with connected(data_dir) as stack:
         loop = await Loop.open(stack, arguments.width, arguments.checkpoint_steps)
         trial = Trial(stack, loop, random.Random(arguments.seed))
         kinds: list[Kind | None] = [None, *arguments.kinds.split(",")]
@@ -169,7 +166,6 @@ async def measure(data_dir: Path, arguments: argparse.Namespace, progress: Progr
             seconds = arguments.minutes * 60 if kind else max(arguments.minutes * 6, 20)
             found[kind or "undisturbed"] = await trial.run(seconds, kind, arguments.every_s)
             progress.update(bar, advance=1)
-    await bus.close()
     return found
 
 

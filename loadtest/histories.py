@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from loadtest.common import report
 from services.kit.concurrency import gather_limited
 from tests.e2e.history import Case, Config, Result, Theatre, any_config, draw
-from tests.e2e.support import Stack, connected
+from tests.e2e.support import connected
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
@@ -58,10 +58,8 @@ class Record:
 
 async def play_all(data_dir: Path, cases: list[Case], at_a_time: int, record: Record, progress: Progress) -> Outcome:
     """Play ``cases`` and the negative controls."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
-    async with objects:
-        theatre = await Theatre.open(Stack(data_dir, bus, objects), data_dir.parent / "dataset")
+    async with connected(data_dir) as stack:
+        theatre = await Theatre.open(stack, data_dir.parent / "dataset")
         bar = progress.add_task("histories", total=len(cases), equal=0, unlike=0)
 
         async def one(case: Case) -> None:
@@ -78,7 +76,6 @@ async def play_all(data_dir: Path, cases: list[Case], at_a_time: int, record: Re
 
         await gather_limited((one(case) for case in cases), limit=at_a_time)
         controls = await theatre.negative_controls(Config("CNN", 4))
-    await bus.close()
     return controls
 
 

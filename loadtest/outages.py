@@ -64,10 +64,7 @@ async def play_all(data_dirs: Sequence[Path], numbers: range, seed: int, at_a_ti
 
 
 async def _play_on(data_dir: Path, numbers: range, seed: int, at_a_time: int, board: Board) -> None:
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
-    async with objects:
-        stack = Stack(data_dir, bus, objects)
+    async with connected(data_dir) as stack:
         await stack.fill_lake()
         _, reference = await play(stack)
 
@@ -77,7 +74,6 @@ async def _play_on(data_dir: Path, numbers: range, seed: int, at_a_time: int, bo
             board.add(number, outages, difference, time.perf_counter() - started)
 
         await gather_limited((one(number) for number in numbers), limit=at_a_time)
-    await bus.close()
 
 
 async def _difference(stack: Stack, outages: tuple[Outage, ...], reference: Outcome) -> str:

@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 
 from contracts import subjects, topology
 from tests.e2e.history import Config, Deed, Result, Theatre
-from tests.e2e.support import Body, Stack, connected
+from tests.e2e.support import Body, connected
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
@@ -152,10 +152,8 @@ class Recorder(Theatre):
 
 async def play(data_dir: Path, steps: int) -> tuple[History, History, tuple[History, History]]:
     """The undisturbed run, the disturbed one, and plain DDP on one rank and on three."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
-    async with objects:
-        theatre = await Recorder.open(Stack(data_dir, bus, objects), data_dir.parent / "dataset")
+    async with connected(data_dir) as stack:
+        theatre = await Recorder.open(stack, data_dir.parent / "dataset")
         assert isinstance(theatre, Recorder)
         settings = {**CONFIG.training(), "max_steps": steps, "log_every_steps": 1, "checkpoint_every_steps": 50}
         exact = {name: value for name, value in settings.items() if value is not None}
@@ -167,7 +165,6 @@ async def play(data_dir: Path, steps: int) -> tuple[History, History, tuple[Hist
         plain = {**body, "training": fast, "params": {"width": 64, "dropout": 0.0}}
         one = await theatre.record(plain)
         three = await theatre.record({**plain, "slots": {"min": 3, "max": 3}})
-    await bus.close()
     return undisturbed, disturbed, (one, three)
 
 

@@ -80,7 +80,7 @@ class RingWriter:
         """Write a record; return False if the ring cannot hold it: no room, too many values, a name too long."""
         names = tuple(values)
         if names != self._known[0]:
-            numbers = self._numbers(names)
+            numbers = self._number_names(names)
             if numbers is None:
                 return False
             self._known = (names, numbers)
@@ -124,7 +124,7 @@ class RingWriter:
         self._reserved = True
         return True
 
-    def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    def _number_names(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
         """Return the names' numbers in the table, adding new names; None if a record cannot hold them."""
         if len(names) > VALUES_MAX:
             return None

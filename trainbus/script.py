@@ -75,7 +75,7 @@ def report(
         samples: how many samples have been consumed so far, if the script knows.
     """
     state = _current()
-    numbers = _numbers({**(values or {}), **metrics})
+    numbers = _to_floats({**(values or {}), **metrics})
     with state.lock:
         if step is None:
             step = epoch if epoch is not None else _last_step(state) + 1
@@ -132,7 +132,7 @@ def checkpoint(
     if epoch is not None:
         line["epoch"] = int(epoch)
     if metrics is not None:
-        line["metrics"] = _numbers(metrics)
+        line["metrics"] = _to_floats(metrics)
     append_line(line)
 
 
@@ -213,7 +213,7 @@ def _last_step(state: _Process) -> int:
     return resume_step() if state.last_step is None else state.last_step
 
 
-def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+def _to_floats(values: Mapping[str, float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
 
 

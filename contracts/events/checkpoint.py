@@ -90,6 +90,8 @@ class CheckpointRefused(GenerationFact, fact="checkpoint_refused", occurrence="g
     reason: str
     #: It is whole. But newer ones were committed first, and retention would have deleted it at once.
     superseded: bool = False
+    #: The ranks did their part, but the store lacks it or holds something else. It does not count as an attempt.
+    infrastructure_failure: bool = False
 
 
 class CheckpointDeleted(RunFact, fact="checkpoint_deleted", occurrence="uri"):

@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
-PORTION = 64 * 1024
+from tests.tcp_proxy import PORTION, TcpProxy
+
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
 
 
-class FaultProxy:
-    """Listens on a port of its own; use it as an async context manager."""
+class FaultProxy(TcpProxy):
+    """Answers as late, as slowly and as wrongly as it is told."""
 
     def __init__(
         self,
@@ -30,14 +28,12 @@ class FaultProxy:
         bytes_per_s: float | None = None,
         seed: int = 0,
     ) -> None:
-        self._upstream, self._random = upstream, random.Random(seed)
+        super().__init__(upstream)
+        self._random = random.Random(seed)
         self.latency_s, self.error_share, self.bytes_per_s = latency_s, error_share, bytes_per_s
         #: Bytes of bodies that were given out, answers, and those of them that were faults.
         self.egress_bytes = self.answers = self.faults = 0
-        self.port = 0
         self._free_at_s = self._frozen_until_s = 0.0
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
 
     @property
     def endpoint(self) -> str:
@@ -47,31 +43,9 @@ class FaultProxy:
         """Nothing comes through for so long: no answer, and no byte of those that are on their way."""
         self._frozen_until_s = time.monotonic() + seconds
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while await self._answer(reader, writer):
-                    pass
-        finally:
-            self._connections.discard(task)
-            writer.close()
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await self._answer(reader, writer):
+            pass
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether the connection can be used for another."""
@@ -92,7 +66,7 @@ class FaultProxy:
             return True
         if fault == "cut":
             return False
-        from_store, to_store = await asyncio.open_connection("127.0.0.1", self._upstream)
+        from_store, to_store = await self.connect()
         try:
             to_store.write(head + body)
             answer = await from_store.readuntil(b"\r\n\r\n")

@@ -21,21 +21,18 @@ from rich.console import Console
 
 from loadtest.common import report
 from loadtest.turnaround import ours, peers
-from tests.e2e.support import Stack, connected
+from tests.e2e.support import connected
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 
 
 async def measure(data_dir: Path, width: int, every: int, repeat: int) -> tuple[ours.Figures, ours.Figures]:
     """(figures of kills, figures of notices)."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
     kills, notices = ours.Figures(), ours.Figures()
-    async with objects:
-        loop = await ours.Loop.open(Stack(data_dir, bus, objects), width, every)
+    async with connected(data_dir) as stack:
+        loop = await ours.Loop.open(stack, width, every)
         await loop.kills(repeat, kills)
         await loop.notices(repeat, notices)
-    await bus.close()
     return kills, notices
 
 

@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 #: How often a part is looked at that cannot be understood, before it is refused. What passes by itself, a store that
 #: is away among it, is waited for however long it takes.
 MAX_ATTEMPTS = 12
+#: Causes of a refusal that are no fault of the run: files are missing or wrong in the store, another manifest is there.
+FAULTS_OF_THE_STORE = ("files", "manifest")
 NOT_UNDERSTOOD = (ValueError, TypeError, LookupError)
 #: Runs whose backlog was gone through lately are remembered up to this many.
 MAX_REMEMBERED = 10_000
@@ -175,7 +177,10 @@ class Committer:
             return
         # 3. The ranks agree about the state.
         digests = await self._verifier.contents(checkpoint.digest_files)
-        sealed = Refusal(digests) if isinstance(digests, str) else seal(placed, checkpoint, digests)
+        if isinstance(digests, str):
+            await self._refuse(staged, digests, "files", cause)
+            return
+        sealed = seal(placed, checkpoint, digests)
         if isinstance(sealed, Refusal):
             await self._refuse(staged, sealed.reason, "digests", cause)
             return
@@ -206,8 +211,14 @@ class Committer:
     async def _refuse(self, staged: CheckpointStaged, reason: str, cause_label: str, cause: Envelope) -> None:
         log.warning("checkpoint refused", step=staged.step, generation=staged.generation, reason=reason)
         metrics.REFUSED.labels(cause_label).inc()
-        refused = CheckpointRefused(run_id=staged.run_id, generation=staged.generation, step=staged.step, reason=reason)
-        await self._bus.publish(refused, cause)
+        fact = CheckpointRefused(
+            run_id=staged.run_id,
+            generation=staged.generation,
+            step=staged.step,
+            reason=reason,
+            infrastructure_failure=cause_label in FAULTS_OF_THE_STORE,
+        )
+        await self._bus.publish(fact, cause)
 
     async def _supersede(self, staged: CheckpointStaged, cause: Envelope) -> None:
         """Publish that a checkpoint came too late to be kept, so that nobody waits for it."""

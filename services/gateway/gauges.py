@@ -16,6 +16,7 @@ from contracts.state.node import SEVERITY
 from contracts.state.run import STATES
 from services.gateway import metrics, queries
 from services.gateway.store import Store
+from services.kit.backlog import count_unhandled
 from services.kit.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -66,9 +67,7 @@ async def watch_server(bus: Bus) -> None:
                 metrics.STREAM_BYTES.labels(stream.name).set(state.bytes)
             for consumer in topology.CONSUMERS:
                 info = await bus.js.consumer_info(consumer.stream, consumer.name)
-                metrics.CONSUMER_PENDING.labels(consumer.name).set(
-                    (info.num_pending or 0) + (info.num_ack_pending or 0)
-                )
+                metrics.CONSUMER_PENDING.labels(consumer.name).set(count_unhandled(info))
                 metrics.CONSUMER_REDELIVERED.labels(consumer.name).set(info.num_redelivered or 0)
         except (nats.errors.Error, JetStreamError, TimeoutError) as error:
             log.warning("the server's figures cannot be had", error=repr(error))

@@ -11,6 +11,8 @@ import structlog
 from nats.js.errors import Error as JetStreamError
 
 if TYPE_CHECKING:
+    from nats.js.api import ConsumerInfo
+
     from services.kit.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -18,6 +20,11 @@ log = structlog.get_logger(__name__)
 CHECK_EVERY_S = 10.0
 #: Seconds without any finished message after which waiting ones count as a backlog that hangs.
 STUCK_S = 60.0
+
+
+def count_unhandled(info: ConsumerInfo) -> int:
+    """Return how many messages a service has yet to handle: those that wait and those that are in its hands."""
+    return (info.num_pending or 0) + (info.num_ack_pending or 0)
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.model import ModelFact, ModelPromoted, ModelStaged
 from contracts.events.run import Artifact, RunCompleted, RunFact, RunTracked
+from services.kit.backlog import count_unhandled
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.exclusive import ExclusiveRole
 from services.kit.service import Service
@@ -210,9 +211,11 @@ class Projector:
         """Keep the gauge of what waits: during an outage no handler would."""
         while not self._stopping.is_set():
             with suppress(nats.errors.Error, APIError, asyncio.TimeoutError):
-                info = await self._bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name)
-                metrics.BEHIND.set((info.num_pending or 0) + (info.num_ack_pending or 0))
+                metrics.BEHIND.set(await self._count_unhandled())
             await self._pause(BEHIND_INTERVAL_S)
+
+    async def _count_unhandled(self) -> int:
+        return count_unhandled(await self._bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name))
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond the service's end."""
@@ -464,8 +467,7 @@ class Projector:
 
     async def _check_aliases(self) -> None:
         """Report the aliases that somebody has moved in MLflow, and move them back if the settings say so."""
-        info = await self._bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name)
-        if info.num_pending or info.num_ack_pending:
+        if await self._count_unhandled():
             return  # what differs may be what is not done yet
         await self._catch_up_registry()
         for model in sorted(self._registry.models):

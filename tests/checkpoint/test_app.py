@@ -228,7 +228,7 @@ async def test_what_does_not_verify_is_refused_for_good(rig: Rig, fault: str) ->
             await rig.objects.put(manifest_uri(rig.bucket, "digits", RUN, 1, 100, 1), b"{}")
     await rig.deliver(messages)
     [refused] = await rig.facts("checkpoint_refused")
-    assert refused.step == 100
+    assert (refused.step, refused.infrastructure_failure) == (100, True)
     assert ("rank_2.bin" if fault != "another manifest" else "another content") in refused.reason
     await rig.objects.put(blob, content(2, 100))
     await rig.deliver(messages)

@@ -234,6 +234,7 @@ async def test_the_commit_says_what_the_ranks_digested_and_refuses_ranks_that_dr
         await rig.committer.on_checkpoint_staged(await rig.publish(part.model_copy(update=update)))
     [refused] = await rig.facts("checkpoint_refused")
     assert "disagree about 'model/shared'" in refused.reason
+    assert not refused.infrastructure_failure
 
 
 async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_facts(

@@ -25,19 +25,12 @@ def stack_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 async def _fill(data_dir: Path) -> None:
-    bus, objects = connected(data_dir)
-    async with objects:
-        await Stack(data_dir, bus, objects).fill_lake()
+    async with connected(data_dir) as stack:
+        await stack.fill_lake()
 
 
 @pytest_asyncio.fixture
 async def stack(stack_folder: Path) -> AsyncIterator[Stack]:
-    bus, objects = connected(stack_folder)
-    await bus.connect(reconcile_topology=False)
-    try:
-        async with objects:
-            stack = Stack(stack_folder, bus, objects)
-            yield stack
-            await stack.end_runs()
-    finally:
-        await bus.close()
+    async with connected(stack_folder) as stack:
+        yield stack
+        await stack.end_runs()

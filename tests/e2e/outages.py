@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import random
-import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+import psutil
 
 from contracts.manifest import files_of
 from services.kit.bus import TransientError
 from services.kit.store.uris import blob_sha256
 from tests.e2e.support import Body, Stack
+from tests.suite.pauses import paused
 
 EPOCHS = 8
 #: The fewest steps that they take; how many it is depends on the split.
@@ -114,26 +115,11 @@ async def _strike(stack: Stack, run_id: str, outage: Outage, limit_s: float) -> 
         return
     while True:
         # One that is just being started again can be stopped in a moment.
-        with contextlib.suppress(ProcessLookupError):
-            with paused(stack.pid(outage.target)):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            with paused(psutil.Process(stack.pid(outage.target))):
                 await asyncio.sleep(outage.seconds)
             return
         await asyncio.sleep(0.05)
-
-
-@contextlib.contextmanager
-def paused(pid: int) -> Iterator[None]:
-    """Stop a process during the block.
-
-    Raises:
-        ProcessLookupError: there is none.
-    """
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:

@@ -15,7 +15,7 @@ import tarfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from contracts.events.run import RunFact, RunPlaced, RunStarted
 from services.kit.bus import Bus, Message
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import find_address
-from trainbus.embedded.launch import read_stack
+from trainbus.embedded.launch import StackProcess, read_stack
+from trainbus.embedded.layout import StackOptions
 from trainbus.step_hold import StepHold
 
 PROJECT = Path(__file__).parent / "project"
@@ -338,7 +339,25 @@ class Stack:
         return found
 
 
-def connected(data_dir: Path) -> tuple[Bus, ObjectStore]:
-    """A bus and an object store for the stack on a data folder; neither is connected yet."""
+@contextlib.asynccontextmanager
+async def connected(data_dir: Path) -> AsyncIterator[Stack]:
+    """Connect to the stack on a data folder."""
     settings = find_address(data_dir).settings()
-    return Bus("e2e", settings), ObjectStore(settings)
+    bus = Bus("e2e", settings)
+    await bus.connect(reconcile_topology=False)
+    try:
+        async with ObjectStore(settings) as objects:
+            yield Stack(data_dir, bus, objects)
+    finally:
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def own_stack(folder: Path) -> AsyncIterator[Stack]:
+    """Start a stack for one test, with images in its lake."""
+    options = StackOptions(folder / "data")
+    with StackProcess(options, output=folder / "output.log") as process:
+        process.wait_ready()
+        async with connected(options.data_dir) as stack:
+            await stack.fill_lake()
+            yield stack

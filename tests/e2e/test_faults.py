@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import DONE_S, LAKE, Stack, connected
-from trainbus.embedded.launch import StackProcess
-from trainbus.embedded.layout import StackOptions
+from tests.e2e.support import DONE_S, LAKE, Stack, own_stack
 
 pytestmark = [pytest.mark.e2e]
 
@@ -93,17 +91,9 @@ async def test_the_object_store_is_away_for_five_seconds(stack: Stack) -> None:
 
 async def test_everything_is_delivered_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINBUS_INJECT_DUPLICATES", "1")
-    folder = tmp_path / "data"
-    with StackProcess(StackOptions(folder), output=tmp_path / "output.log") as process:
-        process.wait_ready()
-        bus, objects = connected(folder)
-        await bus.connect(reconcile_topology=False)
-        async with objects:
-            stack = Stack(folder, bus, objects)
-            await stack.fill_lake()
-            run_id = await stack.publish(await stack.slow_run(epochs=EPOCHS))
-            await finish(stack, run_id)
-            staged = len(await bus.read_history(f"run.{run_id}.checkpoint_staged"))
-            info = await bus.js.consumer_info("FACTS", "checkpoint")
-            assert info.delivered.consumer_seq >= 2 * staged, "the fault was not there"
-        await bus.close()
+    async with own_stack(tmp_path) as stack:
+        run_id = await stack.publish(await stack.slow_run(epochs=EPOCHS))
+        await finish(stack, run_id)
+        staged = len(await stack.bus.read_history(f"run.{run_id}.checkpoint_staged"))
+        info = await stack.bus.js.consumer_info("FACTS", "checkpoint")
+        assert info.delivered.consumer_seq >= 2 * staged, "the fault was not there"

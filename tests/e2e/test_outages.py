@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
-from tests.e2e.outages import STEPS, Outcome, draw, paused, play, request
+from tests.e2e.outages import STEPS, Outcome, draw, play, request
 from tests.e2e.support import DONE_S, Stack
+from tests.suite.pauses import paused
 
 pytestmark = [pytest.mark.e2e]
 
@@ -16,7 +18,7 @@ async def test_a_run_is_not_complete_while_its_final_checkpoint_is_not_committed
         body["params"]["holds"] = {str(hold.path): 40}
         run_id = await stack.publish(body)
         await stack.wait_for(run_id, "checkpoint_committed", DONE_S)
-        checkpoint = paused(stack.pid("checkpoint"))
+        checkpoint = paused(psutil.Process(stack.pid("checkpoint")))
         checkpoint.__enter__()
     try:
         waiting = await stack.wait_for(run_id, "waiting", DONE_S, lambda fact: fact.code == "uncommitted")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from services.kit.bus import Bus
-from tests.e2e.support import Stack, connected
+from tests.e2e.support import connected
 from tests.kit.support import until
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
@@ -105,22 +106,19 @@ async def test_a_run_is_one_trace_through_every_service(folder: Path, monkeypatc
 
 async def _train(folder: Path) -> str:
     """One run with data and evaluation, published with the trace of whoever asks for it."""
-    bus, objects = connected(folder)
-    await bus.connect(reconcile_topology=False)
-    async with objects:
-        stack = Stack(folder, bus, objects)
+    async with connected(folder) as stack:
         await stack.fill_lake()
         body = await stack.slow_run(epochs=1, step_s=0.0)
         run_id = await stack.publish(body, headers={"traceparent": f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"})
         await stack.wait_for(run_id, "completed")
         await stack.wait_for(run_id, "promoted")
         # Last come what MLflow is told, and the answer whether the model can be served.
-        await until(lambda: _has_handled_all(bus, "tracking"), "tracking to have handled all facts", timeout_s=120)
+        handled = partial(_has_handled_all, stack.bus, "tracking")
+        await until(handled, "tracking to have handled all facts", timeout_s=120)
         async with asyncio.timeout(120):
-            async for batch in bus.follow("FACTS", ("model.*.deployed", "model.*.deploy_failed")):
+            async for batch in stack.bus.follow("FACTS", ("model.*.deployed", "model.*.deploy_failed")):
                 if batch:
                     break
-    await bus.close()
     return run_id
 
 

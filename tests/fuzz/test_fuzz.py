@@ -9,11 +9,9 @@ import pytest
 
 from contracts.envelope import EnvelopeError, RawMessage, decode
 from contracts.texts import describe
-from tests.e2e.support import DONE_S, Stack, connected
+from tests.e2e.support import DONE_S, own_stack
 from tests.fuzz.grammar import Known, draw_messages
 from tests.fuzz.siege import Siege
-from trainbus.embedded.launch import StackProcess
-from trainbus.embedded.layout import StackOptions
 
 MESSAGES = 1000
 
@@ -36,23 +34,15 @@ def test_whatever_can_be_decoded_can_be_told_in_a_line() -> None:
 
 @pytest.mark.e2e
 async def test_whatever_is_published_everything_works_afterwards(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    with StackProcess(StackOptions(folder), output=tmp_path / "output.log") as process:
-        process.wait_ready()
-        bus, objects = connected(folder)
-        await bus.connect(reconcile_topology=False)
-        async with objects:
-            stack = Stack(folder, bus, objects)
-            await stack.fill_lake()
-            with stack.hold() as hold:
-                # One run trains meanwhile, and another is over: lies are told about both.
-                over = await stack.publish(await stack.slow_run(epochs=1, step_s=0.0))
-                await stack.wait_for(over, "completed", DONE_S)
-                running = await stack.publish(await stack.slow_run(epochs=2, step_s=0.0, holds={hold: 20}))
-                await stack.wait_for_step(running, 15)
-                siege = Siege(stack)
-                await siege.publish(MESSAGES, 1, (over, running))
-            await siege.look_around()
-        await bus.close()
+    async with own_stack(tmp_path) as stack:
+        with stack.hold() as hold:
+            # One run trains meanwhile, and another is over: lies are told about both.
+            over = await stack.publish(await stack.slow_run(epochs=1, step_s=0.0))
+            await stack.wait_for(over, "completed", DONE_S)
+            running = await stack.publish(await stack.slow_run(epochs=2, step_s=0.0, holds={hold: 20}))
+            await stack.wait_for_step(running, 15)
+            siege = Siege(stack)
+            await siege.publish(MESSAGES, 1, (over, running))
+        await siege.look_around()
     assert siege.problems == []
     assert siege.published > MESSAGES / 2

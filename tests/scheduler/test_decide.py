@@ -38,8 +38,8 @@ from tests.scheduler.world import START, World, spec
 ELASTIC = {"min": 1, "max": 4}
 
 
-def two_nodes() -> World:
-    world = World()
+def two_nodes(policy: Policy | None = None) -> World:
+    world = World(policy)
     world.join("n1", 2)
     world.join("n2", 2)
     return world
@@ -203,7 +203,7 @@ def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
         world.settle()
     failed = world.facts(RunFailed)[-1]
     assert failed.reason == (
-        "gave up after 5 generations in a row were broken by their nodes without a new checkpoint; "
+        "gave up after 5 generations in a row were broken by their nodes or the store without a new checkpoint; "
         "the last: the store is away"
     )
 
@@ -560,6 +560,34 @@ def test_a_last_state_that_is_lost_again_and_again_fails_the_run_with_the_reason
     assert world.phase("r1") == "failed"
     assert "step 8, was refused: two ranks wrote different contents to 'x'" in world.run("r1").outcome
     assert "after 3 attempts" in world.run("r1").outcome
+
+
+def test_a_last_state_that_the_store_lost_is_no_attempt() -> None:
+    world = two_nodes()
+    training(world)
+    for generation in range(1, 6):
+        assert world.run("r1").generation == generation
+        world.stage("r1", 8)
+        world.refuse("r1", 8, "'rank_0.bin' is not in the store", infrastructure_failure=True)
+        world.exit("r1", step=8)
+        for _ in range(2):
+            world.settle()
+            world.wait(11)
+    assert world.run("r1").failures == 0
+    assert not world.run("r1").strikes, "its nodes did what they should"
+
+
+def test_a_store_that_loses_every_last_state_fails_the_run_in_the_end() -> None:
+    world = two_nodes(Policy(faults=Faults(max_infrastructure_failures=2)))
+    training(world)
+    for _ in range(2):
+        world.stage("r1", 8)
+        world.refuse("r1", 8, "'rank_0.bin' is not in the store", infrastructure_failure=True)
+        world.exit("r1", step=8)
+        world.settle()
+    assert world.phase("r1") == "failed"
+    assert "gave up after 2 generations in a row" in world.run("r1").outcome
+    assert "step 8, was refused: 'rank_0.bin' is not in the store" in world.run("r1").outcome
 
 
 def test_older_checkpoints_count_too_one_of_them_may_be_the_best() -> None:

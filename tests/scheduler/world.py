@@ -219,9 +219,9 @@ class World:
                 place = {"step": step, "epoch": 1, "samples_consumed": step * 8, "world_size": world_size}
                 self.deliver(CheckpointStaged.model_validate({**fact, **place, "files": (), "final": final}))
 
-    def refuse(self, run_id: str, step: int, reason: str = "its files are gone", *, superseded: bool = False) -> None:
+    def refuse(self, run_id: str, step: int, reason: str = "its files differ", **fields: bool) -> None:
         fact = {"run_id": run_id, "generation": self.run(run_id).generation, "step": step, "reason": reason}
-        self.deliver(CheckpointRefused.model_validate({**fact, "superseded": superseded}))
+        self.deliver(CheckpointRefused.model_validate({**fact, **fields}))
 
     def start(self, run_id: str, exactness: Any = "exact") -> None:
         run = self.run(run_id)

@@ -19,6 +19,21 @@ BETWEEN_S = (0.02, 0.2)
 
 
 @contextmanager
+def paused(process: psutil.Process) -> Iterator[None]:
+    """Stop a process during the block; it may end meanwhile.
+
+    Raises:
+        psutil.NoSuchProcess: there is none.
+    """
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
 def pause_children(longest_s: float) -> Iterator[None]:
     """Stop one process below this one after the other for up to ``longest_s``, until the block ends."""
     stopping = threading.Event()
@@ -37,14 +52,9 @@ def _pause_until(stopping: threading.Event, longest_s: float) -> None:
         children = [each for each in psutil.Process().children(recursive=True) if _may_pause(each)]
         if not children:
             continue
-        paused = random.choice(children)
-        with suppress(psutil.NoSuchProcess):
-            paused.send_signal(signal.SIGSTOP)
-            try:
-                # Most pauses are short, as they are where processes wait for a core.
-                stopping.wait(min(longest_s, random.expovariate(4 / longest_s)))
-            finally:
-                paused.send_signal(signal.SIGCONT)
+        with suppress(psutil.NoSuchProcess), paused(random.choice(children)):
+            # Most pauses are short, as they are where processes wait for a core.
+            stopping.wait(min(longest_s, random.expovariate(4 / longest_s)))
 
 
 def _may_pause(process: psutil.Process) -> bool:

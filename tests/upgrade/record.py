@@ -80,19 +80,13 @@ async def read_streams(stack: Stack) -> list[RecordedMessage]:
 
 async def record(version: str, data_dir: Path) -> None:
     """Play the history on the running stack in ``data_dir`` and write it down."""
-    bus, objects = connected(data_dir)
-    await bus.connect(reconcile_topology=False)
-    try:
-        async with objects:
-            stack = Stack(data_dir, bus, objects)
-            await play(stack)
-            [database] = data_dir.rglob("gateway.sqlite")
-            await wait_for_read_model(stack, database)
-            messages = await read_streams(stack)
-            write_messages(version, messages)
-            dump_database(version, database)
-    finally:
-        await bus.close()
+    async with connected(data_dir) as stack:
+        await play(stack)
+        [database] = data_dir.rglob("gateway.sqlite")
+        await wait_for_read_model(stack, database)
+        messages = await read_streams(stack)
+        write_messages(version, messages)
+        dump_database(version, database)
     print(f"recorded {len(messages)} messages of {version}")
 
 

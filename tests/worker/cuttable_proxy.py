@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
-PORTION = 64 * 1024
+from tests.tcp_proxy import PORTION, TcpProxy
 
 
-class CuttableProxy:
-    """Listens on a port of its own; use it as an async context manager."""
+class CuttableProxy(TcpProxy):
+    """Forwards everything, but for the time that it is cut."""
 
     def __init__(self, upstream: int) -> None:
-        self._upstream = upstream
+        super().__init__(upstream)
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.url = ""
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
 
     def cut(self) -> None:
         """Forward nothing from now on. What is sent meanwhile is delivered late, as TCP does."""
@@ -29,29 +27,10 @@ class CuttableProxy:
         """Forward again."""
         self._is_open.set()
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.url = f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        with suppress(OSError):
-            await self._is_open.wait()
-            answers, requests = await asyncio.open_connection("127.0.0.1", self._upstream)
-            await asyncio.gather(self._forward(reader, requests), self._forward(answers, writer))
-        self._tasks.discard(task)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._is_open.wait()
+        answers, requests = await self.connect()
+        await asyncio.gather(self._forward(reader, requests), self._forward(answers, writer))
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

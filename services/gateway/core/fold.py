@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -368,11 +369,7 @@ def survives(generation: int, step: int, placements: Iterable[Mapping[str, int]]
 
 def plain(values: Mapping[str, float]) -> dict[str, Any]:
     """Return metrics as every JSON and SQL database can hold them: NaN and infinities as text, as in facts."""
-    return {name: value if math.isfinite(value) else _as_text(value) for name, value in values.items()}
-
-
-def _as_text(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return {name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()}
 
 
 # -- nodes, datasets, models --------------------------------------------------

@@ -264,7 +264,7 @@ def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
         part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.infrastructure_failure
     ]
     if not failed and not any(part.ended in ("lost", "failed") for part in known.parts.values()):
-        failed = [part for part in known.parts.values() if not part.started]
+        failed = [part for part in known.parts.values() if not part.started and part.ended != "succeeded"]
     return {home.incarnation: 1 for part in failed if (home := cluster.nodes.get(part.node_id)) is not None}
 
 

@@ -167,7 +167,7 @@ def rank_event(
 
 
 def held_up_event(source: JournalSource, homes: Mapping[int, str], line: RendezvousLine) -> RunHeldUp:
-    """Return the event of a rank that waits for others, with the nodes of those."""
+    """Return the event of a rank, or of a node before its ranks, that waits for others, with the nodes of those."""
     nodes = dict.fromkeys(homes[rank] for rank in line.missing if rank in homes)
     return RunHeldUp(
         **source._asdict(),

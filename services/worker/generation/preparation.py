@@ -17,7 +17,8 @@ from nats.js.errors import APIError, BadRequestError
 
 from contracts import topology
 from contracts.datasets import SPLITS
-from contracts.events.run import CheckpointRef, Member, RunHeldUp, RunPlaced
+from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.ranks import RendezvousLine
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
@@ -26,6 +27,7 @@ from services.kit.package_files import unpack_package
 from services.kit.ports import PortsError, free_ports
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.core.journal import JournalSource, held_up_event
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import Publish
@@ -61,28 +63,21 @@ async def find_master(
                     if entry.value:
                         return _parse_address(entry.value)
                 if (waited_s := time.monotonic() - started) > SAID_AFTER_S:
-                    await _say_held_up(placed, member, waited_s, publish)
+                    await _publish_held_up(placed, member, waited_s, publish)
     except TimeoutError:
         pass
     raise TransientError(f"rank 0's node did not publish its address within {timeout_s:.0f} s")
 
 
-async def _say_held_up(placed: RunPlaced, member: Member, waited_s: float, publish: Publish) -> None:
-    """Publish that rank 0's node has not said where the ranks meet. One of those that wait does, for all of them."""
+async def _publish_held_up(placed: RunPlaced, member: Member, waited_s: float, publish: Publish) -> None:
+    """Publish that rank 0's node has not published where the ranks meet. One waiting node does it for all of them."""
     waiting = [each for each in placed.members if each.ranks and 0 not in each.ranks]
     if member != min(waiting, key=lambda each: min(each.ranks), default=None):
         return
-    first = next(each for each in placed.members if 0 in each.ranks)
-    fact = RunHeldUp(
-        run_id=placed.run_id,
-        generation=placed.generation,
-        node_id=member.node_id,
-        address="",
-        missing_ranks=(0,),
-        missing_nodes=(first.node_id,),
-        waited_s=waited_s,
-    )
-    with suppress(TransientError):  # the bus is away: the next look says it
+    source = JournalSource(placed.run_id, placed.generation, member.node_id)
+    homes = {rank: each.node_id for each in placed.members for rank in each.ranks}
+    fact = held_up_event(source, homes, RendezvousLine(address="", missing=(0,), waited_s=waited_s))
+    with suppress(TransientError):  # the bus is away: it is published after the next look
         await publish(fact)
 
 

@@ -24,8 +24,8 @@ class StagedCheckpoints:
     settled: set[int] = field(default_factory=set)
     #: The newest committed step; None: none is.
     committed: int | None = None
-    #: Step -> what was wrong with its checkpoint, where no later one is committed.
-    broken: dict[int, str] = field(default_factory=dict)
+    #: Step -> the refusal of its checkpoint, where no later one is committed.
+    broken: dict[int, CheckpointRefused] = field(default_factory=dict)
 
     @property
     def behind_steps(self) -> int:
@@ -46,13 +46,13 @@ class StagedCheckpoints:
         """Note a commit."""
         self._settle(step)
         self.committed = max(step, self.committed or 0)
-        self.broken = {other: reason for other, reason in self.broken.items() if other > step}
+        self.broken = {other: refused for other, refused in self.broken.items() if other > step}
 
     def refuse(self, fact: CheckpointRefused) -> None:
         """Note that a checkpoint will never be committed."""
         self._settle(fact.step)
         if not fact.superseded and (self.committed is None or fact.step > self.committed):
-            self.broken[fact.step] = fact.reason
+            self.broken[fact.step] = fact
 
     def _settle(self, step: int) -> None:
         self.open.pop(step, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from contracts.events.run import QueueReason, RunExited, RunStalled
+from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, PreemptRun, QueueRun
@@ -231,20 +231,25 @@ def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
             return _crashed(run)
     else:
         reason = stop.queue_reason if stop else "preempted"
-    if reason == "node lost" and run.infrastructure_failures + 1 >= policy.faults.max_infrastructure_failures:
-        return _fail_after_infrastructure_failures(run)
+    if reason == "node lost":
+        exited = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
+        why = exited.reason if exited else stop.reason if stop else "its nodes were lost"
+        return _retry_after_infrastructure_failure(run, why, policy, exited.log_tail if exited else ())
     return QueueRun(run.run_id, run.next_generation, reason, run.failures)
 
 
-def _fail_after_infrastructure_failures(run: Run) -> FailRun:
-    """Fail a run whose generations its nodes broke too often, although the run seems not at fault."""
-    exited = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
-    why = exited.reason if exited else run.preempting.reason if run.preempting else "its nodes were lost"
+def _retry_after_infrastructure_failure(
+    run: Run, why: str, policy: Policy, log_tail: tuple[str, ...] = ()
+) -> QueueRun | FailRun:
+    """Queue a run that seems not at fault, or fail it if too many generations in a row were broken like this one."""
+    failures = run.infrastructure_failures + 1
+    if failures < policy.faults.max_infrastructure_failures:
+        return QueueRun(run.run_id, run.next_generation, "node lost", run.failures)
     reason = (
-        f"gave up after {run.infrastructure_failures + 1} generations in a row were broken by their nodes "
+        f"gave up after {failures} generations in a row were broken by their nodes or the store "
         f"without a new checkpoint; the last: {why}"
     )
-    return FailRun(run.run_id, run.generation, reason[:2000], exited.log_tail if exited else ())
+    return FailRun(run.run_id, run.generation, reason[:2000], log_tail)
 
 
 def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun | FailRun | None:
@@ -261,8 +266,16 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun
             return None
     first = next((part for part in run.parts.values() if 0 in part.ranks), None)
     exited = first.exit if first else None
-    if (lost := _lost_result(run, exited, trains)) is not None:
-        return _train_again(run, lost)
+    if run.staged.broken:
+        refused = run.staged.broken[max(run.staged.broken)]
+        lost = f"its last checkpoint, of step {refused.step}, was refused: {refused.reason}"
+        if refused.infrastructure_failure:
+            return _retry_after_infrastructure_failure(run, lost, policy)
+        return _retry_after_failure(run, lost[:2000])
+    stored = run.resume.step if run.resume is not None else 0
+    if trains and exited is not None and exited.step > stored:
+        lost = f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {stored}"
+        return _retry_after_failure(run, lost)
     checkpoint = run.final or (run.newest.ref if run.newest else None)
     metrics = tuple(exited.metrics.items()) if exited else ()
     if exited is None:
@@ -271,32 +284,9 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun
     return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts, notice)
 
 
-def _lost_result(run: Run, exited: RunExited | None, trains: bool) -> str | None:
-    """Why the state that the ranks ended with is in no checkpoint; None if it is in one, or none was wanted."""
-    if run.staged.broken:
-        step = max(run.staged.broken)
-        return f"its last checkpoint, of step {step}, was refused: {run.staged.broken[step]}"
-    stored = run.resume.step if run.resume is not None else 0
-    if trains and exited is not None and exited.step > stored:
-        return f"its ranks ended at step {exited.step}, and no node could store a checkpoint after {stored}"
-    return None
-
-
-def _train_again(run: Run, lost: str) -> QueueRun | FailRun:
-    """Try once more from the newest checkpoint that there is, as after any other failure of the run's own."""
-    failures = run.failures + 1
-    if failures < run.spec.max_attempts:
-        return QueueRun(run.run_id, run.next_generation, "crashed", failures)
-    attempts = f"{failures} attempt{'s' if failures > 1 else ''} (max_attempts {run.spec.max_attempts})"
-    return FailRun(run.run_id, run.generation, f"{lost}; after {attempts}"[:2000])
-
-
-def _crashed(run: Run) -> FailRun | QueueRun:
-    failures = run.failures + 1
+def _crashed(run: Run) -> QueueRun | FailRun:
     hopeless = next((part for part in run.parts.values() if part.exit is not None and part.exit.permanent), None)
     repeats = bool(run.start_failure) and run.start_failure == run.last_start_failure
-    if hopeless is None and not repeats and failures < run.spec.max_attempts:
-        return QueueRun(run.run_id, run.next_generation, "crashed", failures)
     part = hopeless or run.culprit
     exited = part.exit if part else None
     why = (exited.reason if exited else "") or "its ranks failed"
@@ -304,15 +294,23 @@ def _crashed(run: Run) -> FailRun | QueueRun:
     code = f", exit code {exited.exit_code}" if exited and exited.exit_code is not None else ""
     if hopeless:
         limit = "another would end the same way"
-    elif repeats and failures < run.spec.max_attempts:
+    elif repeats and run.failures + 1 < run.spec.max_attempts:
         limit = "twice the same before the first step"
     else:
-        limit = f"max_attempts {run.spec.max_attempts}"
-    attempts = f"{failures} attempt{'s' if failures > 1 else ''} ({limit})"
+        limit = ""
+    return _retry_after_failure(run, why, limit, where + code, exited.log_tail if exited else ())
+
+
+def _retry_after_failure(
+    run: Run, why: str, limit: str = "", details: str = "", log_tail: tuple[str, ...] = ()
+) -> QueueRun | FailRun:
+    """Queue a run after a failure of its own, or fail it: there is no attempt left, or ``limit`` speaks against one."""
+    failures = run.failures + 1
+    if not limit and failures < run.spec.max_attempts:
+        return QueueRun(run.run_id, run.next_generation, "crashed", failures)
+    attempts = f"{failures} attempt{'s' if failures > 1 else ''} ({limit or f'max_attempts {run.spec.max_attempts}'})"
     # The reason first: tables cut a text off at its end.
-    return FailRun(
-        run.run_id, run.generation, f"{why}; after {attempts}{where}{code}", exited.log_tail if exited else ()
-    )
+    return FailRun(run.run_id, run.generation, f"{why}; after {attempts}{details}", log_tail)
 
 
 def _broken_reason(run: Run) -> QueueReason:

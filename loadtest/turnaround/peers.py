@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from services.worker.generation.preparation import free_port
+from services.kit.ports import free_ports
 
 HERE = Path(__file__).parent
 LIMIT_S = 150.0
@@ -28,7 +28,7 @@ def torchrun(width: int, every: int, repeat: int) -> list[float]:
     """Seconds from SIGKILL to the first step afterwards, ``repeat`` times in one job."""
     with tempfile.TemporaryDirectory(prefix="trainbus-torchrun-") as scratch:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2"]
-        command += ["--master_addr=127.0.0.1", f"--master_port={free_port('127.0.0.1')}"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={free_ports(1)[0]}"]
         command += [f"--max_restarts={repeat + 1}", str(HERE / "torchrun_script.py")]
         return _killed(command, Path(scratch), [str(width), str(STEPS), str(every)], every, repeat)
 

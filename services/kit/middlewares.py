@@ -211,9 +211,8 @@ class AcknowledgementMiddleware(GroupMiddleware):
                 # Its sender's mistake: no sign of a fault, and nothing for an operator to mend.
                 delivery.outcome = await self._refuse(self.group.refuse, exc_val)
             else:
-                # What cannot be read and no service has published is no sign of a bad deploy: anybody may publish it.
-                is_own = _is_from_service(self.msg) or not isinstance(exc_val, EnvelopeError)
-                delivery.outcome = await self._dead_letter(str(exc_val), counts=is_own)
+                # No sign of a bad deploy: anybody may publish what makes no sense, in a service's name, too.
+                delivery.outcome = await self._dead_letter(str(exc_val), counts=False)
         else:
             delivery.outcome = await self._retry_or_dead_letter(exc_val)
         return True
@@ -342,9 +341,3 @@ def _ids(event: Event, envelope: Envelope) -> dict[str, str]:
     if run_id := getattr(event, "run_id", None):
         ids["run_id"] = run_id
     return ids
-
-
-def _is_from_service(msg: Msg | RetriedMessage) -> bool:
-    """Whether the message says that one of the services has published it."""
-    source = identify(raw_of(msg)).source
-    return any(source == f"trainbus/{service}" for service in topology.SERVICES)

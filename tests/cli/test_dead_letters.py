@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from contracts.envelope import RawMessage
 from services.kit.bus import Bus
 from services.kit.dead_letters import DeadLetterLimit, build_dead_letter
 from trainbus.client.connection import Connection
-from trainbus.client.errors import TrainbusError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import dead_letters
 
 RAW = RawMessage(
@@ -55,6 +56,19 @@ async def test_dropping_deletes_and_a_service_that_is_away_is_named(
     with pytest.raises(TrainbusError, match=f"no dead letter {sequence}"):
         await dead_letters.drop(client_of(bus), [sequence], yes=True)
     assert capsys.readouterr().out == f"{sequence}: dropped\n"
+
+
+async def test_all_of_a_consumer_are_retried_and_dropped(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = await store(bus), await store(bus, replace(RAW, sequence=8))
+    with pytest.raises(TrainbusError) as error:
+        await dead_letters.retry(client_of(bus), every=True)
+    assert [f"dead letter {each} was not retried" in str(error.value) for each in (first, second)] == [True, True]
+    await dead_letters.drop(client_of(bus), yes=True, every=True, consumer="tracking")
+    await dead_letters.drop(client_of(bus), yes=True, every=True, consumer="sharding")
+    assert capsys.readouterr().out == f"{first}: dropped\n{second}: dropped\n"
+    for wrong in ({}, {"sequences": [1], "every": True}, {"sequences": [1], "consumer": "sharding"}):
+        with pytest.raises(UsageError, match="or --all"):
+            await dead_letters.drop(client_of(bus), yes=True, **wrong)
 
 
 @pytest.mark.parametrize(

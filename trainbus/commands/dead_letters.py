@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from contracts.texts import plural
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import Json, command
 
@@ -16,7 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Messages that a service could not handle: list, show, retry and drop them.",
 )
-Sequences = Annotated[list[int], typer.Argument(help="Numbers of dead letters, as `ls` lists them.")]
+Sequences = Annotated[list[int] | None, typer.Argument(help="Numbers of dead letters, as `ls` lists them.")]
+All = Annotated[bool, typer.Option("--all", help="Every dead letter, or with --consumer every one of that consumer.")]
 Confirmation = Annotated[bool, typer.Option("--yes", help="Delete without asking.")]
 Consumer = Annotated[str | None, typer.Option("--consumer", help="Only the dead letters of this consumer.")]
 
@@ -63,22 +66,48 @@ async def show(
 
 
 @command(app)
-async def retry(client: AsyncClient, sequences: Sequences) -> None:
-    """Have its own consumer handle each dead letter once more; exit 1 at the first that fails again."""
+async def retry(
+    client: AsyncClient, sequences: Sequences = None, every: All = False, consumer: Consumer = None
+) -> None:
+    """Have its own consumer handle each dead letter once more; exit 1 if one fails again."""
     from trainbus.client import dead_letters
 
-    for sequence in sequences:
-        await dead_letters.retry_dead_letter(client.connection, sequence)
-        print(f"{sequence}: handled")
+    kept: list[str] = []
+    for sequence in await _choose(client, sequences, consumer, every=every):
+        try:
+            await dead_letters.retry_dead_letter(client.connection, sequence)
+            print(f"{sequence}: handled")
+        except TrainbusError as error:
+            kept.append(str(error))
+    if kept:
+        raise TrainbusError("\n".join(kept))
 
 
 @command(app)
-async def drop(client: AsyncClient, sequences: Sequences, yes: Confirmation = False) -> None:
+async def drop(
+    client: AsyncClient,
+    sequences: Sequences = None,
+    yes: Confirmation = False,
+    every: All = False,
+    consumer: Consumer = None,
+) -> None:
     """Delete dead letters for good."""
     from trainbus.client import dead_letters
 
+    chosen = await _choose(client, sequences, consumer, every=every)
     if not yes:
-        typer.confirm(f"Delete {len(sequences)} dead letters for good?", abort=True)
-    for sequence in sequences:
+        typer.confirm(f"Delete {plural(len(chosen), 'dead letter')} for good?", abort=True)
+    for sequence in chosen:
         await dead_letters.drop_dead_letter(client.connection, sequence)
         print(f"{sequence}: dropped")
+
+
+async def _choose(client: AsyncClient, sequences: list[int] | None, consumer: str | None, *, every: bool) -> list[int]:
+    """Return the numbers that were given, or those of all dead letters, the oldest first."""
+    from trainbus.client import dead_letters
+
+    if bool(sequences) == every or (consumer is not None and not every):
+        raise UsageError("give the numbers of dead letters, or --all, which --consumer narrows")
+    if sequences:
+        return sequences
+    return [letter.sequence for letter in await dead_letters.list_dead_letters(client.connection, consumer)]

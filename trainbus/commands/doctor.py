@@ -192,7 +192,9 @@ async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResu
         async with connect(address) as connection:
             needed = {*SERVICES, *([AUTOSCALER] if await _has_pools(connection) else [])}
             found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
-            results = [*found, *await _unused_policy(connection), *await _pending_promotions(connection)]
+            # What a stack on this machine was started with is not its operator's choice.
+            unused = await _unused_policy(connection) if address.data_dir is None else []
+            results = [*found, *unused, *await _pending_promotions(connection)]
             return results if WORKER in checked else [*results, await _nodes(connection)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]

@@ -161,7 +161,8 @@ def placement_problem(placed: RunPlaced, queued_generation: int | None) -> str:
         return f"generation {placed.generation} was placed, and the run {waits}"
     ranks = [rank for member in placed.members for rank in member.ranks]
     nodes = [member.node_id for member in placed.members]
-    if sorted(ranks) != list(range(placed.world_size)) or len(set(nodes)) != len(nodes):
+    # The number of ranks first: anybody can name a world of any size.
+    if len(ranks) != placed.world_size or sorted(ranks) != list(range(len(ranks))) or len(set(nodes)) != len(nodes):
         return f"its members do not have the ranks 0 to {placed.world_size - 1}, each once"
     return ""
 

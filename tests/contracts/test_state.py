@@ -230,6 +230,7 @@ def test_a_run_is_not_completed_before_its_ranks_have_ended_well(facts: list[Fac
         (placed(1), ""),
         (placed(2), "waits for generation 1"),
         (placed(1, world_size=2), "the ranks 0 to 1, each once"),
+        (placed(1, world_size=10**30), "each once"),
         (placed(1).model_copy(update={"members": placed(1).members * 2}), "each once"),
     ],
 )

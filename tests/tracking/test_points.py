@@ -25,7 +25,16 @@ from contracts.events.run import (
 from contracts.spec.run import RunSpec
 from services.tracking.core import describe
 from services.tracking.core.fold import Run, fold
-from services.tracking.core.points import NO_CEILING, NOTHING, Cursor, Point, Selector, ceilings
+from services.tracking.core.points import (
+    MAX_STEP,
+    NO_CEILING,
+    NOTHING,
+    Cursor,
+    Point,
+    Selector,
+    ceilings,
+    result_points,
+)
 from tests.tracking.conftest import START, command_spec, task_spec
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
@@ -266,3 +275,9 @@ def test_chunks_keep_order_and_limits(sizes: list[int], most: int) -> None:
 @pytest.mark.parametrize("tag", [None, "", "nonsense", "[]", '{"step": 1}', '{"generation": "x"}'])
 def test_a_cursor_that_cannot_be_read_counts_as_none(tag: str | None) -> None:
     assert Cursor.from_tag(tag) == Cursor()
+
+
+def test_a_result_of_any_step_can_be_stored() -> None:
+    """Anybody can publish a checkpoint of any step; an error of the database would hold up everybody's metrics."""
+    for step, stored in ((7, 7), (10**30, MAX_STEP), (-1, 0)):
+        assert result_points({"loss": 1.0}, "test/", step, 5) == [Point("test/loss", 1.0, 5, stored)]

@@ -175,7 +175,8 @@ def started_at_s(run: Run) -> float:
 
 
 def result_points(metrics: Mapping[str, float], prefix: str, step: int, timestamp_ms: int) -> list[Point]:
-    """A run's result as points; keys that have ``prefix`` already keep it."""
+    """A run's result as points; keys that have ``prefix`` already keep it. No step is beyond what MLflow can store."""
+    step = min(max(step, 0), MAX_STEP)
     keyed = {clean_key(name if name.startswith(prefix) else prefix + name): value for name, value in metrics.items()}
     return [Point(key, value, timestamp_ms, step) for key, value in keyed.items()]
 

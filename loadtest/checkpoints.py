@@ -29,7 +29,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointStaged
-from contracts.events.run import Member, RunPlaced
+from contracts.events.run import Member, RunAccepted, RunPlaced, RunQueued
 from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.checkpoint.app import build
@@ -117,6 +117,10 @@ class _Node:
             decided_at_sequence=0,
             decided_at=datetime.now(UTC),
         )
+        await self.bus.publish(
+            RunAccepted(run_id=self.run_id, spec=spec, request_id=self.run_id, request_source="loadtest")
+        )
+        await self.bus.publish(RunQueued(run_id=self.run_id, next_generation=1))
         await self.bus.publish(placed)
 
     async def commit(self, step: int, named: dict[str, Path]) -> tuple[float, int, CheckpointCommitted]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 
@@ -17,11 +16,12 @@ from services.checkpoint import metrics
 from services.checkpoint.core.backlog import is_superseded, newest_first
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.garbage_collection import GARBAGE
-from services.checkpoint.keeper import Keeper, read_deleted_uris, read_facts, read_parts
+from services.checkpoint.keeper import MAX_ROUNDS, Keeper, read_deleted_uris, read_facts, read_parts
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
-from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage, TransientError
+from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError
+from services.kit.placements import PlacementReader, StandingPlacement
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists
@@ -39,14 +39,6 @@ NOT_UNDERSTOOD = (ValueError, TypeError, LookupError)
 MAX_REMEMBERED = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The placement that counts, and where it stands: what is committed is fenced by it."""
-
-    placed: RunPlaced
-    sequence: int
-
-
 class Committer:
     """Commits what is complete, refuses what is broken, and applies retention. Every step can be repeated."""
 
@@ -54,6 +46,7 @@ class Committer:
         self._bus, self._objects = bus, objects
         self._bucket = settings.bucket_models
         self._verifier = Verifier(objects, settings)
+        self._placements = PlacementReader(bus)
         self._keeper = Keeper(bus, objects)
         #: (run, generation) -> up to which sequence its staged parts were gone through, the newest first.
         self._caught_up: dict[tuple[str, int], int] = {}
@@ -64,12 +57,12 @@ class Committer:
         if received.sequence <= self._caught_up.get((staged.run_id, staged.generation), 0):
             metrics.IGNORED.labels("known").inc()
             return
-        last_placed = await self._bus.get_last_message(subjects.fact("run", staged.run_id, RunPlaced.fact))
-        if last_placed is None or last_placed.event.generation < staged.generation:
+        placement = await self._placements.find(staged.run_id)
+        if placement is None or placement.placed.generation < staged.generation:
             text = f"generation {staged.generation} of run {staged.run_id} was staged but is not placed"
             # A replica of the stream may lag behind, but not for ever.
             raise TransientError(text) if received.deliveries < MAX_ATTEMPTS else PoisonMessage(text)
-        placed: RunPlaced = last_placed.event
+        placed = placement.placed
         if placed.generation > staged.generation:
             metrics.IGNORED.labels("zombie").inc()
             log.info("ignored a part of an old generation", generation=staged.generation, now=placed.generation)
@@ -79,7 +72,6 @@ class Committer:
             # Killed between commit and retention, perhaps.
             await self._keeper.retain(placed, cause)
             return
-        placement = Placement(placed, last_placed.sequence)
         if await self._is_behind(received):
             await self._catch_up(placement, received)
             return
@@ -93,7 +85,7 @@ class Committer:
         last = await self._bus.get_last_message(subjects.fact("run", staged.run_id, CheckpointStaged.fact))
         return last is not None and (last.event.generation, last.event.step) > (staged.generation, staged.step)
 
-    async def _catch_up(self, placement: Placement, received: Message[CheckpointStaged]) -> None:
+    async def _catch_up(self, placement: StandingPlacement, received: Message[CheckpointStaged]) -> None:
         """Commit what was staged of a placement, the newest first, but for what retention would delete at once.
 
         A step that cannot be understood stops no other one; its error is raised at the end.
@@ -129,7 +121,7 @@ class Committer:
             await self._refuse(staged, f"it cannot be read: {error!r}", "error", received.envelope)
 
     async def _commit_unless_superseded(
-        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
     ) -> None:
         if await self._is_settled(staged):
             return
@@ -152,13 +144,13 @@ class Committer:
         return (staged.generation, staged.step) in settled | {(each.generation, each.step) for each in refusals}
 
     async def _commit(
-        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
     ) -> None:
         with metrics.COMMIT_SECONDS.time():
             await self._commit_step(placement, staged, parts, cause)
 
     async def _commit_step(
-        self, placement: Placement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
     ) -> None:
         placed = placement.placed
         # 1. Every rank's part.
@@ -189,16 +181,32 @@ class Committer:
             reason = f"{checkpoint.ref.uri} exists with another content: remove it if it is not needed"
             await self._refuse(staged, reason, "manifest", cause)
             return
-        fence = ExpectedSequence(placement.sequence, subjects.fact("run", placed.run_id, RunPlaced.fact))
-        try:
-            await self._bus.publish(sealed.commit, cause, expected=fence)
-        except Conflict:
+        if not await self._publish_commit(sealed.commit, placement, cause):
             await self._withdraw(staged, checkpoint)
             return
         metrics.COMMITTED.inc()
         log.info("checkpoint committed", step=staged.step, generation=placed.generation, size=checkpoint.size_bytes)
         # 5. What is not kept any more.
         await self._keeper.retain(placed, cause)
+
+    async def _publish_commit(self, commit: CheckpointCommitted, placement: StandingPlacement, cause: Envelope) -> bool:
+        """Publish a commit; False if the run was placed again meanwhile.
+
+        Raises:
+            TransientError: placements that do not count kept coming between.
+        """
+        latest: StandingPlacement | None = placement
+        for _ in range(MAX_ROUNDS):
+            if latest is None or latest.placed.generation != placement.placed.generation:
+                return False
+            try:
+                await self._bus.publish(commit, cause, expected=latest.fence)
+            except Conflict:
+                # Anybody can publish a placement. One that does not count takes nothing away from the one that does.
+                latest = await self._placements.find(commit.run_id)
+            else:
+                return True
+        raise TransientError(f"run {commit.run_id} has been said to be placed {MAX_ROUNDS} times in a moment")
 
     async def _withdraw(self, staged: CheckpointStaged, checkpoint: AssembledCheckpoint) -> None:
         """Delete the manifest of a run that was placed again meanwhile, unless its commit was stored before that."""

@@ -14,12 +14,13 @@ from contracts.events.train import PinRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.retention import HOLDING, Holds, judged_uris, pinned_uris, plan
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
+from services.kit.placements import PlacementReader
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 F = TypeVar("F", bound=RunFact)
 
-#: How often a pin and a deletion that cross are decided again before the message is left to be redelivered.
+#: How often what crosses, a pin and a deletion for one, is decided again before the message is left to be redelivered.
 MAX_ROUNDS = 20
 
 
@@ -49,6 +50,7 @@ class Keeper:
 
     def __init__(self, bus: Bus, objects: ObjectStore) -> None:
         self._bus, self._objects = bus, objects
+        self._placements = PlacementReader(bus)
         self._holds = Holds()
         self._held_up_to = 0
 
@@ -127,9 +129,9 @@ class Keeper:
             log.info("checkpoint pinned" if request.pinned else "checkpoint unpinned", run_id=run_id, step=request.step)
             break
         if not request.pinned:
-            placed = await self._bus.get_last_message(subjects.fact("run", run_id, RunPlaced.fact))
-            if placed is not None:
-                await self.retain(placed.event, cause)
+            placement = await self._placements.find(run_id)
+            if placement is not None:
+                await self.retain(placement.placed, cause)
 
     async def _find_checkpoint(self, run_id: str, step: int) -> str:
         """The manifest of a run's newest committed checkpoint of a step, if it is still there."""

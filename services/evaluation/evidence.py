@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from contracts import subjects
+from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
-from contracts.events.run import RunExited, RunFact, RunPlaced, RunReleased
+from contracts.events.run import RunExited, RunReleased
 from contracts.manifest import files_of
 from contracts.predictions import Predictions, PredictionsError
+from contracts.state.placements import PLACEMENT_FACTS
 from services.evaluation.core.bootstrap import seed_for
 from services.evaluation.core.comparison import PredictionComparison, compare_predictions
 from services.evaluation.core.decide import JudgeCandidate, find_predictions
@@ -153,9 +155,9 @@ class EvidenceReader:
 
     async def _footprint(self, run_id: str, checkpoint_uri: str, outcome: Outcome) -> Footprint:
         """Return what a model takes: latency, bytes, and the slot-hours of its training."""
-        names = (RunPlaced.fact, RunReleased.fact, RunExited.fact)
-        history = await self._bus.read_history(*(subjects.fact("run", run_id, name) for name in names))
-        facts = [(each.event, each.envelope.time) for each in history if isinstance(each.event, RunFact)]
+        read: tuple[type[Fact], ...] = (*PLACEMENT_FACTS, RunReleased, RunExited)
+        history = await self._bus.read_history(*(subjects.fact("run", run_id, fact.fact) for fact in read))
+        facts = [(each.event, each.envelope.time) for each in history]
         return Footprint(
             latency_ms=metric_value(outcome.metrics, LATENCY),
             size_bytes=await self._measure_weights(checkpoint_uri),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 
+from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
-from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
+from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced, RunQueued
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Retention
 from services.kit.store.uris import blob_key
@@ -33,6 +34,12 @@ def placed(generation: int = 1, *, run: str = RUN, retention: Retention | None =
         "decided_at": datetime(2026, 1, 1, tzinfo=UTC),
     }
     return RunPlaced(run_id=run, generation=generation, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def support(run: RunPlaced) -> tuple[Fact, Fact]:
+    """What the log has of a run before it is placed."""
+    accepted = RunAccepted(run_id=run.run_id, spec=run.spec, request_id="q", request_source="test")
+    return accepted, RunQueued(run_id=run.run_id, next_generation=run.generation)
 
 
 def tuned(uri: str) -> RunAccepted:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
-from contracts.events.run import RunCompleted
+from contracts.events.run import Member, RunCompleted, RunPlaced
 from contracts.spec.training import Retention
 from services.checkpoint.app import MAX_ATTEMPTS, Committer, build
 from services.checkpoint.core.commit import Blob, manifest_uri
@@ -25,7 +25,7 @@ from services.kit.bus import Bus, Message, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
-from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged
+from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged, support
 from tests.manual_clock import ManualClock
 
 
@@ -71,6 +71,12 @@ class Rig:
         assert stored is not None
         return stored
 
+    async def place(self, generation: int = 1, **fields: Any) -> None:
+        """Publish a placement, and what the log has before one."""
+        run = placed(generation, **fields)
+        for fact in (*support(run), run):
+            await self.bus.publish(fact)
+
     async def deliver(self, messages: list[Message[Any]]) -> None:
         for message in messages:
             await self.committer.on_checkpoint_staged(message)
@@ -111,7 +117,7 @@ async def test_the_running_service_commits_once_what_two_nodes_staged(
     services = [build(s3_settings), build(s3_settings)]
     tasks = [asyncio.create_task(service.run()) for service in services]
     try:
-        await rig.publish(placed())
+        await rig.place()
         await rig.stage(metrics={"validation/loss": 0.5})
         async with asyncio.timeout(90):
             async for batch in bus.follow("FACTS", ("run.*.checkpoint_committed",)):
@@ -142,7 +148,7 @@ async def test_the_running_service_commits_once_what_two_nodes_staged(
 
 
 async def test_one_part_alone_commits_nothing(rig: Rig) -> None:
-    await rig.publish(placed())
+    await rig.place()
     part = staged(rig.bucket, "a")
     await rig.upload(part)
     await rig.deliver([await rig.publish(part)])
@@ -154,20 +160,20 @@ async def test_what_is_staged_before_it_is_placed_waits(rig: Rig) -> None:
     messages = await rig.stage()
     with pytest.raises(TransientError):
         await rig.deliver(messages)
-    await rig.publish(placed())
+    await rig.place()
     await rig.deliver(messages)
     assert await rig.commits() == [(1, 100)]
 
 
 async def test_a_zombie_cannot_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    await rig.publish(placed(1))
+    await rig.place(1)
     messages = await rig.stage()
     # Placed again while the service verifies: the fence stops it.
     put = rig.objects.put
 
     async def placed_meanwhile(*args: Any, **kwargs: Any) -> None:
         await put(*args, **kwargs)
-        await rig.publish(placed(2))
+        await rig.place(2)
 
     monkeypatch.setattr(rig.objects, "put", placed_meanwhile)
     await rig.deliver(messages[1:])
@@ -181,8 +187,49 @@ async def test_a_zombie_cannot_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert await rig.commits() == [(2, 100)]
 
 
+FORGED: dict[str, RunPlaced | None] = {
+    "a world of any size": placed(world_size=10**30),
+    "a generation that nobody waits for": placed(7),
+    "the same generation elsewhere": placed(members=(Member(node_id="c", slots=(0,), ranks=(0, 1, 2, 3)),)),
+    "another request": placed(2, retention=Retention(last=1, best=0)),
+    "nonsense": None,
+}
+
+
+@pytest.mark.parametrize("when", ["before it is staged", "before it is committed"])
+@pytest.mark.parametrize("lie", FORGED)
+async def test_a_placement_that_nothing_supports_keeps_no_checkpoint_from_being_committed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, lie: str, when: str
+) -> None:
+    await rig.place(retention=Retention(last=9, best=0))
+    forged = FORGED[lie]
+
+    async def publish_lie() -> None:
+        # Without an id: the server drops none of them as known.
+        body = b"{" if forged is None else forged.model_dump_json().encode()
+        await rig.bus.js.publish(placed().subject, body)
+
+    for step in (100, 110, 120):
+        messages = await rig.stage(step)
+        if when == "before it is staged":
+            await publish_lie()
+        else:
+            put = rig.objects.put
+
+            async def lie_meanwhile(*args: Any, put: Any = put, **kwargs: Any) -> None:
+                await put(*args, **kwargs)
+                await publish_lie()
+
+            monkeypatch.setattr(rig.objects, "put", lie_meanwhile)
+        await rig.deliver(messages)
+        monkeypatch.undo()
+    assert await rig.commits() == [(1, 100), (1, 110), (1, 120)]
+    assert len(await rig.manifests()) == 3
+    assert await rig.facts("checkpoint_refused") == await rig.facts("checkpoint_deleted") == []
+
+
 async def test_a_kill_between_manifest_and_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    await rig.publish(placed())
+    await rig.place()
     messages = await rig.stage()
     rig.die_publishing(monkeypatch, CheckpointCommitted)
     with suppress(Killed):
@@ -198,12 +245,12 @@ async def test_a_kill_between_manifest_and_commit(rig: Rig, monkeypatch: pytest.
 async def test_the_next_generation_reaches_the_step_whose_commit_was_never_published(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.publish(placed(1))
+    await rig.place(1)
     messages = await rig.stage()
     rig.die_publishing(monkeypatch, CheckpointCommitted)
     with suppress(Killed):
         await rig.deliver(messages)
-    await rig.publish(placed(2))
+    await rig.place(2)
     rig.restarted()
     await rig.deliver(messages)
     await rig.deliver(await rig.stage(100, 2))
@@ -214,7 +261,7 @@ async def test_the_next_generation_reaches_the_step_whose_commit_was_never_publi
 
 @pytest.mark.parametrize("fault", ["missing", "corrupt", "truncated", "another manifest"])
 async def test_what_does_not_verify_is_refused_for_good(rig: Rig, fault: str) -> None:
-    await rig.publish(placed())
+    await rig.place()
     messages = await rig.stage()
     blob = blob_uri(rig.bucket, content(2, 100))
     match fault:
@@ -241,7 +288,7 @@ async def test_retention_removes_manifests_once_even_when_killed(rig: Rig, monke
     from contracts.events.checkpoint import CheckpointDeleted
     from contracts.events.model import ModelPromoted
 
-    await rig.publish(placed(retention=Retention(last=2, best=1)))
+    await rig.place(retention=Retention(last=2, best=1))
     for step, loss in ((10, 0.1), (20, 0.9)):
         await rig.deliver(await rig.stage(step, metrics={"validation/loss": loss}))
     champion = (await rig.facts("checkpoint_committed"))[1].checkpoint.uri
@@ -267,7 +314,7 @@ async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
     clock = ManualClock()
     later = ManualClock(start=clock.now().replace(year=2100))
     rig = Rig(await make_bus(), objects, s3_settings)
-    await rig.publish(placed(retention=Retention(last=2, best=0)))
+    await rig.place(retention=Retention(last=2, best=0))
     shared = b"frozen weights, the same in every step"
     await objects.put(blob_uri(rig.bucket, shared), shared)
     for step in (10, 20, 30):
@@ -294,7 +341,7 @@ async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
                 assert await objects.hash(chunk["uri"]) == chunk["sha256"]
     assert all([await objects.exists(uri) for each in half.files for uri in each.uris])
     # The half that waited is superseded, and long ago: it goes. A second collection finds nothing.
-    await rig.publish(placed(2))
+    await rig.place(2)
     assert (await collect_garbage(old, objects, rig.settings)).blobs == 2
     assert (await collect_garbage(old, objects, rig.settings)).blobs == 0
 
@@ -313,7 +360,7 @@ async def test_garbage_collection_stops_at_a_manifest_it_cannot_read(
 
 async def test_a_backlog_is_committed_the_newest_first_without_what_retention_would_delete(rig: Rig) -> None:
     retention = Retention(last=1, best=1, metric="validation/loss", every_steps=300)
-    await rig.publish(placed(retention=retention))
+    await rig.place(retention=retention)
     messages: list[Message[Any]] = []
     for step in range(100, 1100, 100):
         metrics = {"validation/loss": 0.1 if step == 200 else 0.5}
@@ -329,7 +376,7 @@ async def test_a_backlog_is_committed_the_newest_first_without_what_retention_wo
 
 
 async def test_what_a_refused_newer_checkpoint_does_not_replace_is_committed(rig: Rig) -> None:
-    await rig.publish(placed(retention=Retention(last=1, best=0)))
+    await rig.place(retention=Retention(last=1, best=0))
     messages = [*await rig.stage(100), *await rig.stage(200)]
     broken = staged(rig.bucket, "a", 300, final=True)
     messages.append(await rig.publish(broken))  # its blobs never arrived
@@ -340,7 +387,7 @@ async def test_what_a_refused_newer_checkpoint_does_not_replace_is_committed(rig
 
 
 async def test_parts_of_a_backlog_that_come_late_complete_their_step(rig: Rig) -> None:
-    await rig.publish(placed(retention=Retention(last=3, best=0)))
+    await rig.place(retention=Retention(last=3, best=0))
     first = staged(rig.bucket, "a", 100)
     await rig.upload(first)
     messages = [await rig.publish(first), *await rig.stage(200)]
@@ -355,7 +402,7 @@ async def test_parts_of_a_backlog_that_come_late_complete_their_step(rig: Rig) -
 async def test_a_part_that_cannot_be_understood_is_refused_in_the_end(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.publish(placed())
+    await rig.place()
     messages = await rig.stage()
 
     async def unreadable(*_: object) -> str:
@@ -370,7 +417,7 @@ async def test_a_part_that_cannot_be_understood_is_refused_in_the_end(
 
 
 async def test_a_part_that_cannot_be_understood_stops_no_other_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    await rig.publish(placed(retention=Retention(last=9, best=0)))
+    await rig.place(retention=Retention(last=9, best=0))
     messages = [message for step in (100, 200, 300) for message in await rig.stage(step)]
     problem = rig.committer._verifier.problem
 
@@ -391,15 +438,15 @@ async def test_a_part_that_cannot_be_understood_stops_no_other_one(rig: Rig, mon
 async def test_a_generation_that_is_placed_during_a_sweep_is_committed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.publish(placed())
+    await rig.place()
     messages = [*await rig.stage(100), *await rig.stage(200)]
     read_history, next_ones = rig.bus.read_history, list[Message[Any]]()
 
-    async def placed_again_meanwhile(subject: str, **kwargs: Any) -> list[Message[Any]]:
+    async def placed_again_meanwhile(*filters: str, **kwargs: Any) -> list[Message[Any]]:
         if kwargs.get("start_sequence") and not next_ones:
-            await rig.publish(placed(generation=2))
+            await rig.place(generation=2)
             next_ones.extend(await rig.stage(300, generation=2))
-        return await read_history(subject, **kwargs)
+        return await read_history(*filters, **kwargs)
 
     monkeypatch.setattr(rig.bus, "read_history", placed_again_meanwhile)
     await rig.deliver(messages)
@@ -408,7 +455,7 @@ async def test_a_generation_that_is_placed_during_a_sweep_is_committed(
 
 
 async def test_what_the_run_is_completed_with_is_kept(rig: Rig) -> None:
-    await rig.publish(placed(retention=Retention(last=1, best=0)))
+    await rig.place(retention=Retention(last=1, best=0))
     await rig.deliver(await rig.stage(100))
     [commit] = await rig.facts("checkpoint_committed")
     await rig.publish(RunCompleted(run_id=RUN, generation=1, checkpoint=commit.checkpoint))

@@ -15,7 +15,6 @@ from contracts.base import Fact, Request
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointRepaired
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
 from contracts.spec.training import Retention
 from services.checkpoint.app import Committer
@@ -27,7 +26,7 @@ from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
-from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
+from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, support, tuned
 from tests.checkpoint.trials import Trial
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import find_checkpoint
@@ -55,8 +54,8 @@ class Rig:
 
     async def begin(self, retention: Retention) -> None:
         run = placed(retention=retention)
-        await self.publish(RunAccepted(run_id=RUN, spec=run.spec, request_id="q", request_source="test"))
-        await self.publish(run)
+        for fact in (*support(run), run):
+            await self.publish(fact)
 
     async def commit(self, step: int, *, differs: bool = False) -> str:
         """One checkpoint with digests of all ranks; its manifest."""

@@ -44,7 +44,7 @@ from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientErr
 from services.kit.store.errors import ObjectCorrupted, ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import blob_sha256, split_uri
-from tests.checkpoint.facts import NODES, blob_uri, placed, sha
+from tests.checkpoint.facts import NODES, blob_uri, placed, sha, support
 from tests.manual_clock import ManualClock
 
 #: What a part may call; each call is a line of the protocol at which it can be hit.
@@ -153,7 +153,9 @@ class Trial:
         """Publish the scheduler's fact. The trials do not test the scheduler, so no fault hits it."""
         self.generation += 1
         retention = Retention(last=2, best=1, every_steps=40)
-        await self.bus.publish(placed(self.generation, run=self.run_id, retention=retention))
+        run = placed(self.generation, run=self.run_id, retention=retention)
+        for fact in (*support(run), run):
+            await self.bus.publish(fact)
 
     async def agent(self, node: str, step: int) -> None:
         """Upload a node's files and publish that. Idempotent: an agent that was killed does it again."""

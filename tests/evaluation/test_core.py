@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,16 +14,18 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
-from contracts.events.run import CheckpointRef
+from contracts.events.run import CheckpointRef, RunExited
 from contracts.spec.run import RunSpec
 from contracts.spec.training import Evaluation
 from services.evaluation.core.comparison import ModelPicture, PredictionComparison
 from services.evaluation.core.decide import RequestEvaluation, evaluation_request
+from services.evaluation.core.footprint import slot_hours
 from services.evaluation.core.gate import Criteria, Evidence, Verdict, judge, metric_value
 from services.evaluation.core.report import Comparison, markdown, parse_predictions
 from services.evaluation.core.report_page import render_page
 from services.evaluation.core.state import State, Version
 from services.evaluation.plot import comparison_png
+from tests.checkpoint.facts import placed, support
 
 
 def wanted(metric: str = "accuracy", mode: Any = "max", **fields: Any) -> Evaluation:
@@ -220,3 +223,14 @@ def test_a_script_is_measured_by_its_own_command(command: list[str] | None, expe
         }
     )
     assert evaluation_request(RequestEvaluation("e", "r1", "s3://models/c", None, 5), trained).command == expected
+
+
+def test_slot_hours_are_of_placements_that_count() -> None:
+    begun = datetime(2026, 1, 1, tzinfo=UTC)
+    run = placed()
+    end = RunExited(run_id=run.run_id, generation=1, node_id="a", outcome="succeeded", exit_code=0)
+    ends = [end, end.model_copy(update={"node_id": "b"})]
+    lies = [placed(9), placed(world_size=10**30), placed(members=())]
+    facts = [(fact, begun) for fact in (*support(run), run, *lies)]
+    assert slot_hours([*facts, *((each, begun + timedelta(hours=2)) for each in ends)]) == 8
+    assert slot_hours((fact, begun) for fact in lies) is None

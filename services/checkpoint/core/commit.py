@@ -119,7 +119,7 @@ def assemble(
             parts.setdefault(part.node_id, part)
     if whole := [part for part in parts.values() if part.is_whole]:
         parts = {part.node_id: part for part in whole[:1]}
-    missing = set(range(placed.world_size)).difference(*(part.ranks for part in parts.values()))
+    missing = set[int]().union(*members.values()).difference(*(part.ranks for part in parts.values()))
     if missing and not whole:
         return MissingParts(tuple(sorted(missing)))
     ordered = sorted(parts.values(), key=lambda part: min(part.ranks))

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from contracts.events.run import RunExited, RunFact, RunPlaced, RunReleased
+from contracts.base import Fact
+from contracts.events.run import RunExited, RunReleased
+from contracts.state.placements import Placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +21,19 @@ class Footprint:
     slot_hours: float | None = None
 
 
-def slot_hours(facts: Iterable[tuple[RunFact, datetime]]) -> float | None:
-    """Return for how long a run held how many slots, from its placements and ends; None if it was never placed."""
+def slot_hours(facts: Iterable[tuple[Fact, datetime]]) -> float | None:
+    """Return for how long a run held how many slots; None if it was never placed.
+
+    Args:
+        facts: ``PLACEMENT_FACTS`` and ends of its ranks, in stream order, each with its time.
+    """
     held: dict[tuple[int, str], tuple[int, datetime]] = {}
-    seconds, was_placed = 0.0, False
+    seconds, placements = 0.0, Placements()
     for fact, at in facts:
-        if isinstance(fact, RunPlaced):
-            was_placed = True
-            for member in fact.members:
-                held[fact.generation, member.node_id] = len(member.slots), at
-        elif isinstance(fact, RunReleased | RunExited):
+        if isinstance(fact, RunReleased | RunExited):
             slots, since = held.pop((fact.generation, fact.node_id), (0, at))
             seconds += slots * max(0.0, (at - since).total_seconds())
-    return seconds / 3600 if was_placed else None
+        elif placements.apply(fact) and (placed := placements.standing) is not None:
+            for member in placed.members:
+                held[placed.generation, member.node_id] = len(member.slots), at
+    return seconds / 3600 if placements.standing is not None else None

@@ -15,6 +15,7 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunReleased
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
+from services.kit.placements import PlacementReader
 from services.worker import metrics
 from services.worker.agent.placement_support import PlacementSupport
 from services.worker.checkpoints.survivor_state import remove_survivor_checkpoints
@@ -43,6 +44,7 @@ class GenerationSupervisor:
         self.state = NodeState(context.settings.node_id)
         self._runners: dict[Key, GenerationRunner] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._placements = PlacementReader(context.bus)
         self._support = PlacementSupport(context.bus, context.settings.node_id)
         self._is_restored = self._is_leaving = self._may_start = False
         #: Whether runs have ended since their folders were removed; at first, those of earlier lives.
@@ -267,10 +269,10 @@ class GenerationSupervisor:
         """Return why the stream says that the generation must not run; '' if it may."""
         last = self._context.bus.get_last_message
         ends = await asyncio.gather(*(last(subjects.fact("run", run_id, fact.fact)) for fact in RUN_ENDS))
-        placed = await last(subjects.fact("run", run_id, RunPlaced.fact))
+        placement = await self._placements.find(run_id)
         if any(ends):
             return "the run has ended"
-        if placed is not None and placed.event.generation > generation:
+        if placement is not None and placement.placed.generation > generation:
             return "a newer generation was placed"
         return ""
 

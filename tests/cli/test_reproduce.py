@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from contracts.base import Fact, run_id_for
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointRefused, CheckpointStaged
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -29,10 +29,17 @@ from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from tests.checkpoint.facts import placed
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
-from trainbus.client.reproduction import NotReproducibleError, RecordedRun, first_different_tensor, plan_reproduction
+from trainbus.client.reproduction import (
+    NotReproducibleError,
+    RecordedRun,
+    RunComparison,
+    first_different_tensor,
+    plan_reproduction,
+)
 from trainbus.commands.reproduce import reproduce_run
 
 SHA = "ab" * 32
@@ -152,6 +159,44 @@ def test_a_run_that_stopped_being_exact_is_compared_as_far_as_it_was() -> None:
     assert list(planned.wanted) == [5, 10, 20]
     assert "up to step 20" in planned.note
     assert "AVX2 instead of AVX512" in planned.note
+
+
+def staged(step: int, generation: int = 1) -> Fact:
+    part = {
+        "node_id": "n",
+        "ranks": (0,),
+        "world_size": 1,
+        "step": step,
+        "epoch": 0,
+        "samples_consumed": 0,
+        "files": (),
+    }
+    return CheckpointStaged.model_validate({"run_id": "r2", "generation": generation, **part})
+
+
+@pytest.mark.parametrize("differing", [(), (30,), (10, 20, 30)])
+def test_what_is_committed_the_newest_first_is_compared_as_a_whole(differing: tuple[int, ...]) -> None:
+    wanted = recorded(*(committed("r1", step, f"{step:064x}") for step in (10, 20, 30))).states
+    comparison = RunComparison(wanted, kept=frozenset(wanted))
+    for step in (10, 20, 30):
+        comparison.apply(staged(step))
+    for step in (30, 20, 10):
+        assert not comparison.is_decided
+        comparison.apply(committed("r2", step, "f" * 64 if step in differing else f"{step:064x}"))
+    comparison.apply(staged(10))  # once more: it is settled
+    assert comparison.is_decided
+    assert sorted(comparison.compared) == [10, 20, 30]
+    first = comparison.difference
+    assert (first.recorded.step if first else None) == min(differing, default=None)
+
+
+def test_what_is_refused_or_of_an_earlier_generation_is_not_waited_for() -> None:
+    comparison = RunComparison(recorded(committed("r1", 30, "a" * 64)).states)
+    refused = CheckpointRefused(run_id="r2", generation=1, step=10, reason="gone")
+    for fact in (staged(10), refused, staged(20), placed(2, run="r2"), staged(30, 2)):
+        comparison.apply(fact)
+    comparison.apply(committed("r2", 30, "a" * 64, generation=2))
+    assert comparison.is_decided
 
 
 def test_the_tensor_to_look_at_first() -> None:

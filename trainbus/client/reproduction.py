@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts import exactness
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointRefused, CheckpointStaged
+from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPlaced, RunPrepared, RunStarted
 from contracts.events.train import TrainRequested
 from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
@@ -200,11 +200,23 @@ class RunComparison:
     kept: frozenset[int] = frozenset()
     compared: dict[int, StateComparison] = field(default_factory=dict)
     starts: list[RunStarted] = field(default_factory=list)
+    #: (generation, step) of what is staged and neither committed nor refused, and of what is. Of many that wait the
+    #: newest is committed first.
+    _open: set[tuple[int, int]] = field(default_factory=set)
+    _settled: set[tuple[int, int]] = field(default_factory=set)
 
     def apply(self, event: Any) -> StateComparison | None:
         """Fold a fact of the second training; return the comparison that it completes, if any."""
-        if isinstance(event, RunStarted):
-            self.starts.append(event)
+        match event:
+            case RunStarted():
+                self.starts.append(event)
+            case CheckpointStaged(generation=generation, step=step) if (generation, step) not in self._settled:
+                self._open.add((generation, step))
+            case CheckpointCommitted() | CheckpointRefused():
+                self._settle(event)
+            case RunPlaced(generation=generation):
+                # What an earlier generation has staged is not committed any more.
+                self._open = {key for key in self._open if key[0] >= generation}
         if not isinstance(event, CheckpointCommitted):
             return None
         step = event.checkpoint.step
@@ -226,9 +238,22 @@ class RunComparison:
         return next((self.compared[step] for step in steps), None)
 
     @property
-    def done(self) -> bool:
+    def reached_end(self) -> bool:
         """Whether the last state is reached. An earlier one may be missing: a later checkpoint can replace it."""
         return max(self.wanted) in self.compared
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing that waits to be committed can change the answer."""
+        if (found := self.first_comparable_difference) is not None:
+            # Where retention has deleted the recorded checkpoint, a later one shows which tensors differ.
+            return not any(step < found.recorded.step for _, step in self._open)
+        return self.reached_end and not self._open
+
+    def _settle(self, event: CheckpointCommitted | CheckpointRefused) -> None:
+        step = event.checkpoint.step if isinstance(event, CheckpointCommitted) else event.step
+        self._settled.add((event.generation, step))
+        self._open.discard((event.generation, step))
 
     @property
     def last_same(self) -> int | None:

@@ -129,12 +129,7 @@ class ReproductionScreen:
     @property
     def is_over(self) -> bool:
         """Whether the comparison is complete, or the run has ended."""
-        # Where retention has deleted the recorded checkpoint, a later one shows which tensors differ.
-        return (
-            self.comparison.first_comparable_difference is not None
-            or self.comparison.done
-            or self.view.state in TERMINAL_STATES
-        )
+        return self.comparison.is_decided or self.view.state in TERMINAL_STATES
 
     def _table(self) -> Table:
         made = render.table("step", "recorded", "reproduced", "", right=("step",))
@@ -174,7 +169,7 @@ async def _follow_reproduction(connection: Connection, screen: ReproductionScree
 async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: ReproductionScreen) -> ReproductionResult:
     comparison, view = screen.comparison, screen.view
     difference = comparison.difference
-    if difference is None and not comparison.done:
+    if difference is None and not comparison.reached_end:
         raise UsageError(
             f"the reproduction {view.run_id} {_describe_end(view)} before its last state was reached, so nothing is "
             f"proved: {len(comparison.compared)} of {len(comparison.wanted)} states were compared and the same",

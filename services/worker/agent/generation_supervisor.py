@@ -173,8 +173,7 @@ class GenerationSupervisor:
             self.state = self.state.with_generation(replace(here, has_report=True))
 
     def apply(self, message: Message[Any]) -> str:
-        """Act on a fact; return why the node must join again, '' if it need not."""
-        self._look_for_report(message.event)
+        """Act on a fact that is not unsupported; return why the node must join again, '' if it need not."""
         self.state, decisions = node_decisions.decide(self.state, message.event, message.sequence)
         for decision in decisions:
             if isinstance(decision, node_decisions.StartGeneration):

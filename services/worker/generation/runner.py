@@ -71,7 +71,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 #: Seconds for checkpoints that were complete before a crash to be uploaded.
 CRASH_UPLOAD_S = 20.0
-#: Seconds that ranks which have finished have at least, however short the grace is, until what they left is stored.
+#: Seconds, at least, for what finished ranks left, checkpoint and artifacts, to be stored, however short the grace is.
 FINISHED_UPLOAD_S = 10.0
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
@@ -103,6 +103,8 @@ class GenerationRunner:
         )
         self._reports = ReportPublisher(files, self._publish, self._is_published)
         self._build_report = ReportBuilder(self.placed, self.member.node_id)
+        #: Until when what finished ranks left is stored in any case, by the monotonic clock.
+        self._finished_until: float | None = None
 
     # -- requests -----------------------------------------------------------
 
@@ -448,21 +450,23 @@ class GenerationRunner:
 
     async def _upload_rest(self, stager: CheckpointStager) -> None:
         """Upload what the ranks completed, until it is done or the grace of a stop is over."""
-        limit_s = None
+        limit_s = math.inf
         if self._requests.remaining_grace_s() is None and first_failure(self._group.exits):
             limit_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
         await self._within_grace(stager.stage_rest(), limit_s)
 
-    async def _within_grace(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T | None:
+    async def _within_grace(self, work: Coroutine[Any, Any, T], limit_s: float = math.inf) -> T | None:
         """Return what the work comes to; None if the grace of a stop, or ``limit_s``, is over before."""
         task = asyncio.create_task(work)
         started = time.monotonic()
-        least_s = FINISHED_UPLOAD_S if self._have_finished else 0.0
+        if self._finished_until is None and self._have_finished:
+            self._finished_until = started + FINISHED_UPLOAD_S
         try:
             while not task.done():
                 self._requests.raise_if_dropped()
-                waited_s, grace_s = time.monotonic() - started, self._requests.remaining_grace_s()
-                if waited_s >= (math.inf if limit_s is None else limit_s) or (grace_s == 0 and waited_s >= least_s):
+                now = time.monotonic()
+                is_over = self._requests.remaining_grace_s() == 0 and now >= (self._finished_until or started)
+                if is_over or now - started >= limit_s:
                     return None
                 await self._requests.wait_for_task(task, POLL_S)
             return task.result()

@@ -35,9 +35,11 @@ class PlacementReader:
         """Return the newest placement of a run that counts; None if none does."""
         subject = subjects.fact("run", run_id, RunPlaced.fact)
         last = await self._bus.get_last_sequence(subject)
+        if not last:
+            return None
         known = self._known.get(run_id)
-        if not last or (known is not None and known.fence.sequence == last):
-            return known if last else None
+        if known is not None and known.fence.sequence == last:
+            return known
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         placements, standing = Placements(), None

@@ -29,7 +29,7 @@ from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from tests.checkpoint.facts import placed
+from tests.checkpoint.facts import placed, support
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
@@ -193,9 +193,14 @@ def test_what_is_committed_the_newest_first_is_compared_as_a_whole(differing: tu
 def test_what_is_refused_or_of_an_earlier_generation_is_not_waited_for() -> None:
     comparison = RunComparison(recorded(committed("r1", 30, "a" * 64)).states)
     refused = CheckpointRefused(run_id="r2", generation=1, step=10, reason="gone")
-    for fact in (staged(10), refused, staged(20), placed(2, run="r2"), staged(30, 2)):
+    again = placed(2, run="r2")
+    for fact in (staged(10), refused, staged(20), *support(again), again, staged(10, 2), staged(30, 2), staged(25)):
         comparison.apply(fact)
     comparison.apply(committed("r2", 30, "a" * 64, generation=2))
+    # Anybody can publish a placement: what waits is waited for all the same.
+    comparison.apply(placed(9, run="r2"))
+    assert not comparison.is_decided
+    comparison.apply(committed("r2", 10, "b" * 64, generation=2))
     assert comparison.is_decided
 
 

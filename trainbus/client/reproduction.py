@@ -8,11 +8,12 @@ from typing import Any
 
 from contracts import exactness
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointRefused, CheckpointStaged
-from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPlaced, RunPrepared, RunStarted
+from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
 from contracts.events.train import TrainRequested
 from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
+from contracts.state.placements import Placements
 from trainbus.client.errors import UsageError
 
 #: Steps that ``training.checkpoint_at_steps`` may list.
@@ -204,9 +205,11 @@ class RunComparison:
     #: newest is committed first.
     _open: set[tuple[int, int]] = field(default_factory=set)
     _settled: set[tuple[int, int]] = field(default_factory=set)
+    _placements: Placements = field(default_factory=Placements)
 
     def apply(self, event: Any) -> StateComparison | None:
         """Fold a fact of the second training; return the comparison that it completes, if any."""
+        self._placements.apply(event)
         match event:
             case RunStarted():
                 self.starts.append(event)
@@ -214,9 +217,6 @@ class RunComparison:
                 self._open.add((generation, step))
             case CheckpointCommitted() | CheckpointRefused():
                 self._settle(event)
-            case RunPlaced(generation=generation):
-                # What an earlier generation has staged is not committed any more.
-                self._open = {key for key in self._open if key[0] >= generation}
         if not isinstance(event, CheckpointCommitted):
             return None
         step = event.checkpoint.step
@@ -247,13 +247,14 @@ class RunComparison:
         """Whether nothing that waits to be committed can change the answer."""
         if (found := self.first_comparable_difference) is not None:
             # Where retention has deleted the recorded checkpoint, a later one shows which tensors differ.
-            return not any(step < found.recorded.step for _, step in self._open)
-        return self.reached_end and not self._open
+            return not any(step < found.recorded.step for step in self._waiting)
+        return self.reached_end and not self._waiting
 
-    def _settle(self, event: CheckpointCommitted | CheckpointRefused) -> None:
-        step = event.checkpoint.step if isinstance(event, CheckpointCommitted) else event.step
-        self._settled.add((event.generation, step))
-        self._open.discard((event.generation, step))
+    @property
+    def _waiting(self) -> set[int]:
+        """The steps that may be committed yet: what an earlier generation has staged is not any more."""
+        placed = self._placements.standing
+        return {step for generation, step in self._open if placed is None or generation >= placed.generation}
 
     @property
     def last_same(self) -> int | None:
@@ -262,6 +263,11 @@ class RunComparison:
 
     def environment(self, generation: int) -> Mapping[str, str]:
         return next((start.environment for start in self.starts if start.generation == generation), {})
+
+    def _settle(self, event: CheckpointCommitted | CheckpointRefused) -> None:
+        step = event.checkpoint.step if isinstance(event, CheckpointCommitted) else event.step
+        self._settled.add((event.generation, step))
+        self._open.discard((event.generation, step))
 
 
 def first_different_tensor(names: Iterable[str]) -> str | None:

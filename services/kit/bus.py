@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, cast
 
 import nats.errors
@@ -70,6 +71,8 @@ MAX_HEADER_BYTES = 64 * 1024
 #: Times to open a connection again that the server has closed.
 REOPEN_ATTEMPTS = 10
 REOPEN_INTERVAL_S = 0.5
+#: Stored messages that cannot be decoded of which a process remembers that it has said so: at most 20 MB.
+REMEMBERED_WARNINGS = 100_000
 
 
 class Bus:
@@ -84,6 +87,7 @@ class Bus:
         self._connection: Client | None = None
         self._reopening: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._warned: set[tuple[str, int, datetime | None]] = set()
         self._endpoints: dict[str, tuple[str, Callable[[Msg], Awaitable[None]]]] = {}
         self._endpoint_subscriptions: dict[str, Subscription] = {}
         password = settings.nats_password.get_secret_value() if settings.nats_password else ""
@@ -273,10 +277,8 @@ class Bus:
         message = await self._last_message(subject, stream)
         if message is None:
             return None
-        try:
+        with suppress(EnvelopeError):
             return decode_stored(message, stream)
-        except EnvelopeError as error:
-            log.warning("skipped a message that cannot be decoded", subject=message.subject, error=str(error))
         readable = await self.read_history(subject, stream=stream)
         return replace(readable[-1], sequence=message.seq or 0) if readable else None
 
@@ -325,7 +327,7 @@ class Bus:
 
         An empty batch comes every ``idle_s`` while nothing happens: time to look at the clock.
         ``batch[-1].pending == 0`` means that the reader has caught up. Survives server restarts.
-        A message that cannot be decoded is skipped with a warning. With ``include_undecodable``
+        A message that cannot be decoded is skipped with a warning, one for each message. With ``include_undecodable``
         it is yielded as an ``UndecodableEvent``, for readers who must know each place in the stream.
         """
         followed = follow(
@@ -334,6 +336,7 @@ class Bus:
         async with aclosing(followed) as messages:
             async for raw_batch in messages:
                 batch = [decode_followed(raw, stream) for raw in raw_batch]
+                self._warn_of_undecodable(batch)
                 if not include_undecodable:
                     batch = [message for message in batch if not isinstance(message.event, UndecodableEvent)]
                 if raw_batch:
@@ -341,6 +344,19 @@ class Bus:
                     if not batch:
                         continue
                 yield batch
+
+    def _warn_of_undecodable(self, batch: list[Message[Any]]) -> None:
+        """Say of each message that cannot be decoded that it was skipped, once: a history is read many times."""
+        for message in batch:
+            if not isinstance(message.event, UndecodableEvent):
+                continue
+            place = (message.stream, message.sequence, message.stored_at)
+            if place in self._warned:
+                continue
+            if len(self._warned) < REMEMBERED_WARNINGS:
+                self._warned.add(place)
+            problem, sequence = message.event.problem, message.sequence
+            log.warning("skipped what cannot be decoded", subject=message.subject, sequence=sequence, error=problem)
 
     async def open_bucket(self, bucket: topology.Bucket) -> KeyValue:
         """Open a key-value bucket of the topology."""

@@ -6,14 +6,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-import structlog
 from nats.aio.msg import Msg
 from nats.js.api import RawStreamMsg
 
 from contracts.base import Event
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
-
-log = structlog.get_logger(__name__)
 
 E = TypeVar("E", bound=Event)
 
@@ -167,7 +164,6 @@ def decode_followed(msg: Msg, stream: str) -> Message[Any]:
     try:
         envelope, event = decode(raw)
     except EnvelopeError as error:
-        log.warning("skipped what cannot be decoded", subject=raw.subject, sequence=raw.sequence, error=str(error))
         envelope = Envelope(id="", source="", type="", time=msg.metadata.timestamp)
         event = UndecodableEvent(str(error))
     return Message(

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from structlog.testing import CapturingLogger
 
 from contracts import topology
 from contracts.base import run_id_for
@@ -96,6 +97,19 @@ async def test_nonsense_hides_no_event_and_moves_the_fence(bus: Bus) -> None:
     assert await bus.get_last_message("run.r2.placed") is None
     kept = [r async for batch in bus.follow("FACTS", until_caught_up=True, include_undecodable=True) for r in batch]
     assert [isinstance(r.event, UndecodableEvent) for r in kept] == [False, True, False, True]
+
+
+async def test_what_cannot_be_decoded_is_told_once_however_often_it_is_read(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request about a run reads its history again: one bad fact must not fill the disk with warnings."""
+    for _ in range(3):
+        await bus.js.publish("run.r1.placed", b"[]")
+    monkeypatch.setattr("services.kit.bus.log", log := CapturingLogger())
+    for _ in range(3):
+        assert await bus.get_last_message("run.r1.placed") is None
+        assert await bus.read_history("run.r1.*") == []
+    assert [call.kwargs["sequence"] for call in log.calls] == [1, 2, 3]
 
 
 async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus) -> None:

@@ -43,11 +43,11 @@ from trainbus.trainer.start_point import InitialWeights, StartPoint
 from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.trainer import Trainer, TrainerSettings, TrainingDiverged
-from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
+from trainbus.trainer.world import World, WorldError, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
 #: Errors whose text explains them; the log gets the traceback of any other.
-EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged)
+EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged, WorldError)
 #: Errors that the same request always causes again.
 PERMANENT = (StateMismatch, OrderMismatch)
 
@@ -86,6 +86,7 @@ def _run_task(
 ) -> EndedLine:
     spec = launch.spec
     limit_threads(env)
+    world.bind_thread()  # before anything that names no device: communicators, pinned memory, events
     limit_memory(env, world.device)
     training = spec.training
     task = _task(launch)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog.testing
 from pydantic import ValidationError
 
 from contracts.events.node import NodeJoined
@@ -155,11 +156,33 @@ GPUS = (
         pytest.param("GPU-1,0", "MIG-0 MIG-1 GPU-0", id="by uuid, in this order"),
         pytest.param("MIG-1", "MIG-1", id="one slice"),
         pytest.param("1,MIG-1", "MIG-0 MIG-1", id="named twice"),
+        pytest.param("GPU-, MIG-1", "GPU-0 MIG-0 MIG-1", id="by the beginning of a uuid"),
+        pytest.param("0,-1,1", "GPU-0", id="nothing after an unknown name, as in CUDA"),
+        pytest.param("NoDevFiles", "", id="no such name"),
         pytest.param("", "", id="none"),
     ],
 )
 def test_agent_offers_visible_devices_only(visible: str | None, expected: str) -> None:
-    assert " ".join(gpu.uuid for gpu in visible_gpus(GPUS, visible)) == expected
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert " ".join(gpu.uuid for gpu in visible_gpus(GPUS, environment)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "environment", "warned"),
+    [
+        pytest.param("HH", {}, False, id="one model"),
+        pytest.param("HA", {}, True, id="CUDA puts the fastest first"),
+        pytest.param("HA", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False, id="as nvidia-smi"),
+    ],
+)
+def test_numbers_that_cuda_may_read_otherwise_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, names: str, environment: dict[str, str], warned: bool
+) -> None:
+    log = structlog.testing.CapturingLogger()
+    monkeypatch.setattr(node, "log", log)
+    gpus = tuple(Gpu(f"GPU-{number}", name, 1, number=number) for number, name in enumerate(names))
+    assert visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": "1", **environment}) == (gpus[1],)
+    assert [call.method_name for call in log.calls] == ["warning"] * warned
 
 
 @pytest.mark.parametrize(

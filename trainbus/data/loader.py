@@ -54,16 +54,16 @@ class BatchLoader:
         *,
         workers: WorkerPool | None = None,
         waits: BatchTimings | None = None,
-        pin: bool = False,
+        pin_for: torch.device | None = None,
     ) -> None:
         """Load nothing yet.
 
         Args:
             workers: processes that decode; None: the calling thread decodes.
             waits: where the time is counted.
-            pin: put batches into pinned memory, from where CUDA copies while it computes.
+            pin_for: the GPU for which batches are put into pinned memory, from where it copies while it computes.
         """
-        self._task, self._reader, self._waits, self._pin = task, reader, waits or BatchTimings(), pin
+        self._task, self._reader, self._waits, self._pin_for = task, reader, waits or BatchTimings(), pin_for
         self.workers = workers if workers is not None and len(workers) else None
 
     def start(self, ids: Ids, epochs: Ids | None = None, seed: int = 0) -> Callable[[], MicroBatch]:
@@ -103,8 +103,9 @@ class BatchLoader:
             raise self._describe_error(job.ids, error) from error
 
     def _finish(self, ids: Ids, batch: Any) -> MicroBatch:
-        if self._pin:
-            with self._waits.during("transfer"):
+        if self._pin_for is not None:
+            # The current device of this thread would get a context of this process, and a new thread's is device 0.
+            with self._waits.during("transfer"), torch.cuda.device(self._pin_for):
                 batch = to_device(batch, lambda value: value.pin_memory() if isinstance(value, torch.Tensor) else value)
         return MicroBatch(len(ids), batch, ids, self._reader)
 

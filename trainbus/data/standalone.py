@@ -65,7 +65,7 @@ class Loader:
             workers: processes that decode; 0: a thread does.
             ahead: batches that are made ready ahead.
             lanes, window: of the order of samples (docs/reading.md); None: what suits the dataset.
-            pin: put batches into pinned memory; None: where there is CUDA.
+            pin: put batches into pinned memory, for the current GPU; None: where there is CUDA.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of world_size {world_size}: ranks count from 0 to world_size - 1")
@@ -77,8 +77,9 @@ class Loader:
         task = task if isinstance(task, Task) else _FunctionTask(task)
         task.classes, task.statistics = dataset.classes, dataset.statistics
         self._workers = WorkerPool(workers, lambda: task)
-        pinned = torch.cuda.is_available() if pin is None else pin
-        self._batch_loader = BatchLoader(task, dataset.split(split), workers=self._workers, pin=pinned)
+        pins = torch.cuda.is_available() if pin is None else pin
+        gpu = torch.device("cuda", torch.cuda.current_device()) if pins else None
+        self._batch_loader = BatchLoader(task, dataset.split(split), workers=self._workers, pin_for=gpu)
         #: Over all ranks, with the batch that was handed out last.
         self.samples_consumed = 0
 

@@ -148,7 +148,7 @@ class CheckpointManager:
             self._held_s += self._clock() - started
         self._survivors.wait_for_snapshot()
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for name, tensor, version in self._watched:
             if tensor._version != version:
                 raise CheckpointError(
@@ -233,7 +233,7 @@ class CheckpointManager:
         self._copied.clear()
         self._later = later
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def _finish_copy(self) -> None:
         """Copy the rest, in the writer's thread; after that the live state may change."""

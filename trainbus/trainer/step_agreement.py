@@ -109,7 +109,7 @@ class StepAgreement:
         alone = self._world.size == 1
         if self._stream is None:
             return numbers, _nothing if alone else dist.all_reduce(numbers, async_op=True).wait
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         numbers.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if not alone:
@@ -233,5 +233,5 @@ def _fetch(numbers: Tensor) -> tuple[Tensor, Callable[[], object]]:
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(numbers.device))
     return host, event.synchronize

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from contracts.spec.training import Training
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
@@ -123,18 +125,18 @@ class TrainingData:
         return min(ends)
 
     def load_steps(
-        self, leaves: range, leaf_count: int, samples_consumed: int, count: int, *, pin: bool
+        self, leaves: range, leaf_count: int, samples_consumed: int, count: int, *, pin_for: torch.device | None
     ) -> Prefetcher[StepData]:
         """Begin to load the next ``count`` steps of a rank that computes ``leaves`` of ``leaf_count``.
 
-        ``pin``: into pinned memory, from where CUDA copies while it computes.
+        ``pin_for``: the GPU for which they are put into pinned memory, from where it copies while it computes.
         """
         if self._arrival is not None:
             # The plan has an order of its own, since the arrival asks it from another thread than the loader's.
             plan = ReadPlan(self._make_order(), self._training.global_batch, leaf_count, leaves, self.sampler.end)
             self._arrival.set_plan("train", plan.needs)
             self._arrival.set_position(samples_consumed)
-        loading = BatchLoader(self._task, self.train_split, workers=self.workers, waits=self.waits, pin=pin)
+        loading = BatchLoader(self._task, self.train_split, workers=self.workers, waits=self.waits, pin_for=pin_for)
         loader = StepLoader(loading, self.sampler, self._training, leaves, leaf_count)
         return Prefetcher(loader.steps(samples_consumed, count), self._training.loading.ahead)
 

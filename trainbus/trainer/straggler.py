@@ -73,6 +73,7 @@ class WorkTimer:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._events: tuple[Any, Any] | None = None
+        self._device = device
         self._ran = False
         self._fd: int | None = None
         if device.type == "cuda":
@@ -88,7 +89,7 @@ class WorkTimer:
 
     def _mark(self, which: int) -> None:
         if self._events is not None:
-            self._events[which].record()
+            self._events[which].record(torch.cuda.current_stream(self._device))
             self._ran |= which == 1
 
     def _clock_s(self) -> float:

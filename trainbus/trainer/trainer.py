@@ -172,7 +172,7 @@ class Trainer:
             self.strategy.leaf_count,
             progress.samples_consumed,
             self.total_steps - progress.step,
-            pin=self.world.device.type == "cuda",
+            pin_for=self.world.gpu,
         )
         early = self._best.is_patience_over  # a run that stopped early and was then placed again
         try:

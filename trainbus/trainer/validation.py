@@ -73,7 +73,7 @@ def measure_split(
         return {}
     size = batch_size or chunk_size(len(reader))
     chunks = -(-len(reader) // size)
-    loading = BatchLoader(task, reader, workers=workers, pin=world.device.type == "cuda")
+    loading = BatchLoader(task, reader, workers=workers, pin_for=world.gpu)
     loaded = pipeline_results(
         _chunks(loading, len(reader), world, size, chunks), 0 if loading.workers is None else len(loading.workers) + 1
     )

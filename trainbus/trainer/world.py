@@ -21,6 +21,10 @@ from trainbus.trainer.rendezvous import SayMissing, meet
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 
 
+class WorldError(Exception):
+    """The ranks and the devices of a node do not fit together; the text says what to change."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This process's rank among all ranks, and the collectives on small objects."""
@@ -38,8 +42,29 @@ class World:
     def device(self) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # An agent that gives each rank its own CUDA_VISIBLE_DEVICES leaves one device to choose from.
-        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        # A process can use one MIG slice only, so the agent shows each rank its own.
+        index = 0 if count == 1 else self.local_rank
+        if index >= count:
+            raise WorldError(
+                f"local rank {self.local_rank} has no GPU: this process sees {count}. Give each rank one in "
+                "CUDA_VISIBLE_DEVICES, or each of them its own"
+            )
+        return torch.device("cuda", index)
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The rank's device if it is a GPU."""
+        return self.device if self.device.type == "cuda" else None
+
+    def bind_thread(self) -> None:
+        """Make the rank's device the current one of the calling thread.
+
+        In CUDA each thread has a current device, which begins as device 0: what names no device (a communicator, an
+        object that is sent, pinned memory, an event) would gather there, with a context of every rank.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def is_first(self) -> bool:

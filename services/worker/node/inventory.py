@@ -95,7 +95,7 @@ def inspect_node(settings: WorkerSettings) -> NodeInventory:
     """Return what the node offers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory_bytes = min(int(psutil.virtual_memory().total), memory_limit_bytes())
-    gpus = () if settings.accelerator == "cpu" else visible_gpus(find_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = () if settings.accelerator == "cpu" else visible_gpus(find_gpus(), os.environ)
     if gpus:
         slots = len(gpus) if settings.slots is None else min(settings.slots, len(gpus))
         gpus = gpus[:slots]
@@ -236,17 +236,43 @@ def _profile(nvml: Any, handle: Any, total_bytes: int) -> str:
     return f"{part}{whole}g.{memory_gb}gb"
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES (``visible``) gives to the agent."""
+def visible_gpus(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES gives to the agent, in its order, as CUDA reads it.
+
+    A name is the number of a GPU, or its UUID or the beginning of it; what follows an unknown name is not visible. The
+    name of a partitioned GPU stands for all its slices.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
-    by_name: dict[str, list[Gpu]] = {}
-    for gpu in gpus:
-        # The name of a partitioned GPU stands for all its slices.
-        for name in {str(gpu.number), gpu.uuid, gpu.board}:
-            by_name.setdefault(name, []).append(gpu)
-    visible_ones = [gpu for part in visible.split(",") for gpu in by_name.get(part.strip(), ())]
-    return tuple(dict.fromkeys(visible_ones))
+    names = [name.strip() for name in visible.split(",")]
+    if any(name.isdecimal() for name in names):
+        _check_numbering(gpus, environment)
+    found: dict[Gpu, None] = {}
+    for name in names:
+        named = [gpu for gpu in gpus if _is_named(gpu, name)]
+        if not named:
+            if name:
+                log.warning("CUDA_VISIBLE_DEVICES names no GPU of this node: what follows is not used", name=name)
+            break
+        found |= dict.fromkeys(named)
+    return tuple(found)
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    if name.isdecimal():
+        return gpu.number == int(name)
+    return name.startswith(("GPU-", "MIG-")) and any(uuid.startswith(name) for uuid in (gpu.uuid, gpu.board))
+
+
+def _check_numbering(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> None:
+    """Warn of numbers that CUDA and the driver read differently: CUDA puts the fastest model first by default."""
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
+        log.warning(
+            "CUDA_VISIBLE_DEVICES has numbers, on a node with GPUs of several models: they are read as nvidia-smi's; "
+            "name the GPUs by UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            models=sorted({gpu.name for gpu in gpus}),
+        )
 
 
 def find_mps_pipe(setting: str | None, environment: Mapping[str, str]) -> str:

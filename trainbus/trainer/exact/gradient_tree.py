@@ -56,7 +56,7 @@ class GradientTree:
         node_counts = [len(nodes) for nodes in self.plan.nodes_by_rank]
         gloo = world.size > 1 and dist.get_backend() == "gloo" and world.device.type == "cpu"
         all_reduce = shortcut and gloo and not sharded and node_counts == [1, 1]
-        side = torch.cuda.Stream() if world.size > 1 and self.link.orders_streams else None  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(world.device) if world.size > 1 and self.link.orders_streams else None  # type: ignore[no-untyped-call]
         self._side_stream: torch.cuda.Stream | None = side
         self.reductions = (
             [BucketReduction(bucket, self.plan, self.link, sharded, all_reduce, side) for bucket in self.buckets]
@@ -138,7 +138,7 @@ class GradientTree:
         for reduction in self.reductions:
             reduction.wait()
         if self._side_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+            torch.cuda.current_stream(self._side_stream.device).wait_stream(self._side_stream)
         self._next = 0
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             for slot in bucket.slots:
@@ -268,5 +268,5 @@ class BucketReduction:
     def _on_side_stream(self) -> AbstractContextManager[object]:
         if self._side_stream is None:
             return nullcontext()
-        self._side_stream.wait_stream(torch.cuda.current_stream())
+        self._side_stream.wait_stream(torch.cuda.current_stream(self._side_stream.device))
         return torch.cuda.stream(self._side_stream)

@@ -74,6 +74,9 @@ class DeepSpeedStrategy(Strategy):
         if self._stage:
             # ZeRO works out the norm only when it clips; a limit that is never reached makes it report it.
             config["gradient_clipping"] = training.clip_norm or 1e30
+        if world.gpu is not None:
+            # DeepSpeed takes the GPU of this number, although a rank on a MIG slice sees but one.
+            os.environ["LOCAL_RANK"] = str(world.gpu.index)
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=self._loss, optimizer=self.optimizer, config=config, dist_init_required=False
         )

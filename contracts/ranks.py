@@ -88,6 +88,10 @@ class Launch(Line):
     machine: dict[str, str] = Field(default_factory=dict)
     #: Folder in memory (tmpfs) where ranks save survivor state, ``g<generation>/step_<n>-rank_<r>/``; None: none.
     memory_folder: Path | None = None
+    #: What the survivor state of all runs of the node may take in memory; None: what there is.
+    memory_max_bytes: int | None = None
+    #: Folder on disk for what memory has no room for, laid out like ``memory_folder``; None: none.
+    spill_folder: Path | None = None
     #: Folder on disk where the node keeps the uncommitted checkpoints of earlier generations,
     #: ``g<generation>/step_<n>-rank_<r>/``; None: none.
     survivor_dir: Path | None = None

@@ -6,6 +6,7 @@ flags that it sets.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -51,7 +52,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = self._is_full = False
         self._ring = _open_ring(path)
         #: Called after urgent lines, to wake the agent.
         self.ring_doorbell: Callable[[], None] = lambda: None
@@ -99,9 +100,24 @@ class Journal:
             if self._ended:
                 return
             self._ended = isinstance(line, EndedLine)
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        """Append a whole line, or none where the disk is full: training goes on without what it reports."""
+        size_bytes = os.fstat(self._fd).st_size
+        try:
             written = os.write(self._fd, data)
-        if written != len(data):
-            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be appended; is the disk full?")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            written = 0
+        if written == len(data):
+            return
+        if written:
+            os.ftruncate(self._fd, size_bytes)
+        if not self._is_full:
+            print(f"trainbus: what this rank reports is lost while the disk of {self.path.parent} is full", flush=True)
+        self._is_full = True
 
 
 def _open_ring(journal: Path) -> RingWriter | None:

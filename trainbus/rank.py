@@ -121,7 +121,14 @@ def _run_task(
     if launch.resume_folder is not None:
         load_artifacts(task, launch.resume_folder)
     assert training is not None, "the contract wants training for every task"
-    survivors = SurvivorStore(launch.memory_folder, launch.generation, world.rank, launch.survivor_dir)
+    survivors = SurvivorStore(
+        launch.memory_folder,
+        launch.generation,
+        world.rank,
+        max_bytes=launch.memory_max_bytes,
+        spill_folder=launch.spill_folder,
+        disk_folder=launch.survivor_dir,
+    )
     trainer = Trainer(
         task,
         TrainingData(task, dataset, training, workers=workers, waits=waits, arrival=arrival),

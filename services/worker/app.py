@@ -31,7 +31,7 @@ from services.worker.node.inventory import inspect_node
 from services.worker.node_context import NodeContext
 from services.worker.notices.listener import listen_for_notices
 from services.worker.ranks.system_metrics import SystemMeter
-from services.worker.settings import WorkerSettings
+from services.worker.settings import GIB, WorkerSettings
 
 PR_SET_DUMPABLE = 4
 #: Folder of the projects' packages in the cache's folder.
@@ -73,7 +73,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             inventory=inventory,
             meter=SystemMeter(inventory.gpus),
             gpu_check=GpuCheck(inventory.gpus),
-            memory=_memory(settings),
+            memory=_memory(settings, inventory.memory_bytes),
             term=NodeTerm(settings.data_dir, settings.lease_ttl_s),
         )
     )
@@ -133,12 +133,14 @@ def _cache_folder(settings: WorkerSettings) -> Path:
     return (settings.cache_dir or settings.data_dir / "cache").resolve()
 
 
-def _memory(settings: WorkerSettings) -> SurvivorMemory:
+def _memory(settings: WorkerSettings, node_bytes: int) -> SurvivorMemory:
     if settings.memory_dir is None:
         folder = default_folder(settings.node_id, settings.data_dir)
     else:
         folder = Path(settings.memory_dir) if settings.memory_dir else None
-    return SurvivorMemory(folder, settings.memory_max_bytes)
+    # Files in memory count against a container's limit, as what the ranks compute with does.
+    max_bytes = min(16 * GIB, node_bytes // 4) if settings.memory_max_bytes is None else settings.memory_max_bytes
+    return SurvivorMemory(folder, max_bytes, settings.data_dir.resolve() / "runs")
 
 
 def _warm_server(settings: WorkerSettings) -> WarmServer:

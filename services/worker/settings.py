@@ -50,8 +50,9 @@ class WorkerSettings(Settings):
 
     #: Folder in memory in which ranks save state that survives them. None: below /dev/shm, if there is one; '': none.
     memory_dir: str | None = None
-    #: Bytes of that state; the oldest is evicted first.
-    memory_max_bytes: int = Field(16 * GIB, ge=0)
+    #: Bytes of that state; the oldest is evicted first, and what does not fit is saved on disk. None: a quarter of the
+    #: node's memory, at most 16 GiB.
+    memory_max_bytes: int | None = Field(None, ge=0)
     #: Seconds that ranks which lost a peer may take to save their state.
     survivor_save_s: float = Field(10.0, ge=0)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,12 @@ def start_run(
     memory: Path,
     spec: RunSpec,
     code: Path,
+    room: Mapping[str, Any] | None = None,
     **env: str,
 ) -> Gang:
     path = write_launch(folder, spec, dataset, code, world_size=world_size, generation=generation)
     launch = Launch.model_validate_json(path.read_bytes())
-    path.write_text(launch.model_copy(update={"memory_folder": memory}).model_dump_json())
+    path.write_text(launch.model_copy(update={"memory_folder": memory, **(room or {})}).model_dump_json())
     return Gang(warm, folder, path, world_size, **env)
 
 

@@ -7,6 +7,7 @@ and ``wait_for_staging`` waits for what remains. The same thread then writes the
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World
 
+#: The disk, or its share of it, is full.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -60,6 +63,8 @@ class CheckpointManager:
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
         self._is_prepared = False
+        #: Whether the disk had no room for the last checkpoint.
+        self._is_full = False
         #: Set while nothing is being copied out of the live state.
         self._copied = threading.Event()
         self._copied.set()
@@ -123,7 +128,8 @@ class CheckpointManager:
 
         def work(is_cancelled: Callable[[], bool]) -> None:
             self._finish_copy()
-            write(folder, content, is_cancelled)
+            if not self._write(folder, content, is_cancelled, is_needed=last):
+                return
             self._journal.append(
                 CheckpointLine(
                     time=time.time(),
@@ -139,6 +145,28 @@ class CheckpointManager:
         self.schedule.record_time(self._clock())
         self.schedule.record_cost(self._clock() - started + self._held_s)
         self._held_s = 0.0
+
+    def _write(self, folder: Path, content: RankFiles, is_cancelled: Callable[[], bool], *, is_needed: bool) -> bool:
+        """Write a rank's files; return False where the disk is full, and training goes on to the next checkpoint.
+
+        Raises:
+            OSError: the disk is full, and no other checkpoint follows that could do.
+        """
+        try:
+            write(folder, content, is_cancelled)
+        except OSError as error:
+            if is_needed or error.errno not in FULL:
+                raise
+            if not self._is_full:
+                print(
+                    f"trainbus: no checkpoint of {folder.name} could be written: {error.strerror} in {folder.parent}. "
+                    "Training goes on, and a failure costs the steps since the last checkpoint: free space on the node",
+                    flush=True,
+                )
+            self._is_full = True
+            return False
+        self._is_full = False
+        return True
 
     def wait_for_staging(self) -> None:
         """Wait until nothing reads the live state any more; call it before anything changes that state."""
@@ -182,8 +210,8 @@ class CheckpointManager:
         state = self._whole_state(ema)
         if state is None:
             return None
-        self._survivors.save(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
-        return self._progress.step
+        is_saved = self._survivors.save(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
+        return self._progress.step if is_saved else None
 
     def wait_for_writes(self) -> None:
         """Wait until everything is on disk."""

@@ -8,13 +8,16 @@ lie on several nodes: each rank lists those of its node, and receives from other
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import STATE, digests_file
 from trainbus.trainer.checkpoint.reader import load_tensors, read_state
@@ -31,8 +35,13 @@ from trainbus.trainer.training_state import KINDS, Kind, State
 from trainbus.trainer.world import World
 
 _GENERATION = re.compile(r"g(\d+)")
+_OWNER = re.compile(r"step_.*-rank_(\d+)")
 _STEP = re.compile(r"step_(\d+)-rank_\d+")
 _MODEL = re.compile(r"model-(\d+)\.safetensors")
+
+#: Held by the rank of a node that allocates memory.
+LOCK = ".lock"
+SHM = Path("/dev/shm")
 
 #: Snapshots take at most this share of the time.
 SNAPSHOT_SHARE = 0.01
@@ -188,59 +197,20 @@ def _tensor(
     return tensor.cpu()
 
 
-class SurvivorStore:
-    """Where one rank saves its state and finds that of others. Without a folder nothing is saved."""
+class SurvivorFolder:
+    """A folder with the newest states of one rank: two buffers in turn, so that the newer one stays whole."""
 
-    def __init__(
-        self, folder: Path | None = None, generation: int = 0, rank: int = 0, disk_folder: Path | None = None
-    ) -> None:
-        """``disk_folder``: where the node keeps the uncommitted checkpoints of earlier generations."""
-        self._root, self._generation, self._rank, self._disk = folder, generation, rank, disk_folder
+    def __init__(self, root: Path, generation: int, rank: int, max_bytes: int | None = None) -> None:
+        """``max_bytes``: what all files beside ``root``, of all ranks and runs of the node, may take together."""
+        self._root, self._folder, self._rank, self._max_bytes = root, root / f"g{generation}", rank, max_bytes
         self._stagings: list[tuple[Path, StagingBuffers]] = []
-        self._thread: threading.Thread | None = None
-        self._next_s = 0.0
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._root is not None
+    def allocate(self, files: Files) -> tuple[Path, StagingBuffers]:
+        """Return a hidden folder of the files' size: the older of two.
 
-    def find_parts(self, at_least: int, run_id: str | None) -> dict[StateKey, LocalParts]:
-        """Return the states of earlier generations on this node, from step ``at_least`` on."""
-        return find_local_parts((self._disk, self._root), self._generation, at_least, run_id)
-
-    @property
-    def _folder(self) -> Path:
-        assert self._root is not None
-        return self._root / f"g{self._generation}"
-
-    def save(self, files: Files, state: dict[str, Any]) -> None:
-        """Copy a whole state to memory that outlives this process."""
-        self._copy(*self._allocate(files), files, state)
-
-    def is_snapshot_due(self, now_s: float) -> bool:
-        """Return whether the last snapshot was cheap enough, and long enough ago, for another."""
-        return self.is_enabled and now_s >= self._next_s and (self._thread is None or not self._thread.is_alive())
-
-    def snapshot(self, files: Files, state: dict[str, Any]) -> None:
-        """Save a state in case this process is killed, while the next forward and backward pass run."""
-        hidden, staging = self._allocate(files)
-
-        def work() -> None:
-            started = time.monotonic()
-            self._copy(hidden, staging, files, state)
-            ended = time.monotonic()
-            self._next_s = ended + (ended - started) / SNAPSHOT_SHARE
-
-        self._thread = threading.Thread(target=work, name="trainbus-snapshot", daemon=True)
-        self._thread.start()
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until no snapshot reads the live state any more."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _allocate(self, files: Files) -> tuple[Path, StagingBuffers]:
-        """Return a hidden folder of the files' size: the older of two, so that the newer stays whole."""
+        Raises:
+            OSError: there is no room, or no access. Nothing is left of the attempt.
+        """
         hidden = self._folder / f".step_next-rank_{self._rank}.{len(self._stagings) % 2}"
         if len(self._stagings) == 2:
             place, staging = self._stagings.pop(0)
@@ -251,13 +221,169 @@ class SurvivorStore:
         if not hidden.exists():
             hidden.mkdir(parents=True, mode=0o700)
             staging = StagingBuffers(folder=hidden)
-        staging.lay_out(files)
+        try:
+            with self._reserved(files, hidden):
+                staging.lay_out(files)
+        except OSError:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
         return hidden, staging
 
-    def _copy(self, hidden: Path, staging: StagingBuffers, files: Files, state: dict[str, Any]) -> None:
+    @contextmanager
+    def _reserved(self, files: Files, hidden: Path) -> Iterator[None]:
+        """Allocate as the only rank of the node, within the limit."""
+        if self._max_bytes is None:
+            yield
+            return
+        with (self._root.parent / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            needed = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+            others = _size_bytes(self._root.parent) - _size_bytes(hidden)
+            if needed + others > self._max_bytes:
+                raise OSError(
+                    errno.EDQUOT,
+                    f"{format_bytes(self._max_bytes)} are allowed (TRAINBUS_MEMORY_MAX_BYTES of the node's agent)"
+                    + (f", of which {format_bytes(others)} are used" if others else ""),
+                )
+            yield
+
+    def copy(self, hidden: Path, staging: StagingBuffers, files: Files, state: dict[str, Any]) -> None:
+        """Copy a state to its allocated folder, and give that its name."""
         copy_all(staging.pairs(files))
         (hidden / STATE).write_text(json.dumps(state, allow_nan=False))
         place = self._folder / f"step_{state['step']:08d}-rank_{self._rank}"
         shutil.rmtree(place, ignore_errors=True)
         os.rename(hidden, place)
         self._stagings.append((place, staging))
+
+    def has_state_of_others(self) -> bool:
+        """Return whether another rank of this generation has saved its state here, or is doing so."""
+        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+        return any((owner := _OWNER.search(name)) and int(owner[1]) != self._rank for name in names)
+
+    def describe_room(self, error: OSError) -> str:
+        """Return why there was no room, and what to set."""
+        if error.errno == errno.EDQUOT:
+            return str(error.strerror)
+        if error.errno != errno.ENOSPC:
+            return f"{self._root}: {error.strerror or error}"
+        try:
+            free = os.statvfs(self._root)
+            room = f"{format_bytes(free.f_bavail * free.f_frsize)} of {format_bytes(free.f_blocks * free.f_frsize)}"
+        except OSError:
+            return f"the file system of {self._root} is full"
+        advice = " (a container: --shm-size; a pod: an emptyDir with medium Memory)"
+        return f"{room} are free on the file system of {self._root}{advice if self._root.is_relative_to(SHM) else ''}"
+
+
+class SurvivorStore:
+    """Where one rank saves its state and finds that of others. Without a folder nothing is saved.
+
+    State that memory has no room for goes to disk, or is not saved; training goes on in any case.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        generation: int = 0,
+        rank: int = 0,
+        *,
+        max_bytes: int | None = None,
+        spill_folder: Path | None = None,
+        disk_folder: Path | None = None,
+    ) -> None:
+        """Save nothing yet.
+
+        Args:
+            max_bytes: what the states of all runs of the node may take in memory; None: what there is.
+            spill_folder: on disk, for what memory has no room for.
+            disk_folder: where the node keeps the uncommitted checkpoints of earlier generations.
+        """
+        self._generation = generation
+        #: Folders that states are found in; of two of one step the last one is loaded.
+        self._found_in = (disk_folder, spill_folder, folder)
+        self._memory = SurvivorFolder(folder, generation, rank, max_bytes) if folder is not None else None
+        self._spill = SurvivorFolder(spill_folder, generation, rank) if spill_folder is not None else None
+        self._takes_snapshots = folder is not None
+        self._thread: threading.Thread | None = None
+        self._next_s = 0.0
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._memory is not None or self._spill is not None
+
+    def find_parts(self, at_least: int, run_id: str | None) -> dict[StateKey, LocalParts]:
+        """Return the states of earlier generations on this node, from step ``at_least`` on."""
+        return find_local_parts(self._found_in, self._generation, at_least, run_id)
+
+    def save(self, files: Files, state: dict[str, Any]) -> bool:
+        """Copy a whole state to where it outlives this process; return whether it was saved."""
+        problems = []
+        for folder in (self._memory, self._spill):
+            if folder is None:
+                continue
+            try:
+                folder.copy(*folder.allocate(files), files, state)
+            except OSError as error:
+                if folder.has_state_of_others():  # one whole state is enough, and theirs has the room
+                    return True
+                problems.append(folder.describe_room(error))
+                continue
+            if problems:
+                print(f"trainbus: {_no_room(files, problems)}; it was saved on disk", flush=True)
+            return True
+        if problems:
+            print(f"trainbus: {_no_room(files, problems)}; the last checkpoint is what is left of it", flush=True)
+        return False
+
+    def is_snapshot_due(self, now_s: float) -> bool:
+        """Return whether the last snapshot was cheap enough, and long enough ago, for another."""
+        is_idle = self._thread is None or not self._thread.is_alive()
+        return self._takes_snapshots and now_s >= self._next_s and is_idle
+
+    def snapshot(self, files: Files, state: dict[str, Any]) -> None:
+        """Save a state in case this process is killed, while the next forward and backward pass run."""
+        memory = self._memory
+        assert memory is not None
+        try:
+            hidden, staging = memory.allocate(files)
+        except OSError as error:
+            self._end_snapshots(memory, files, error)
+            return
+
+        def work() -> None:
+            started = time.monotonic()
+            try:
+                memory.copy(hidden, staging, files, state)
+            except OSError as error:
+                self._end_snapshots(memory, files, error)
+            ended = time.monotonic()
+            self._next_s = ended + (ended - started) / SNAPSHOT_SHARE
+
+        self._thread = threading.Thread(target=work, name="trainbus-snapshot", daemon=True)
+        self._thread.start()
+
+    def _end_snapshots(self, memory: SurvivorFolder, files: Files, error: OSError) -> None:
+        self._takes_snapshots = False
+        cost = "a rank that is killed costs the steps since the last checkpoint"
+        print(f"trainbus: {_no_room(files, [memory.describe_room(error)])}; {cost}", flush=True)
+
+    def wait_for_snapshot(self) -> None:
+        """Wait until no snapshot reads the live state any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _no_room(files: Files, problems: Sequence[str]) -> str:
+    needed = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    return f"the node's memory has no room for survivor state of {format_bytes(needed)}: {'; '.join(problems)}"
+
+
+def _size_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder; other processes may remove some meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total

@@ -2,6 +2,7 @@
 
 - In memory, ``<memory_dir>/<run_id>/**/g<generation>/step_<n>-rank_<r>/`` on a tmpfs: what ranks save when they lose
   their peers. Memory is scarcer than disk: state that cannot be resumed any more is removed at once.
+- On disk, ``<run folder>/spilled/``, laid out alike: what memory had no room for.
 - On disk, ``<run folder>/survivors/g<generation>/step_<n>-rank_<r>/``: checkpoints that were never committed. They are
   there even if the store was away when the ranks ended.
 
@@ -24,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 #: Linux's file system in memory; without one, only checkpoints survive their ranks.
 TMPFS = Path("/dev/shm")
+#: Folder of a run with what memory had no room for.
+SPILLED = "spilled"
 _GENERATION = re.compile(r"g(\d+)")
 #: A state that is being written has a hidden name.
 _FINISHED = re.compile(r"step_(\d+)-rank_\d+")
@@ -41,27 +44,32 @@ def default_folder(node_id: str, data_dir: Path) -> Path | None:
 
 
 class SurvivorMemory:
-    """The folder in memory, and what generations leave in it. Without a folder every call does nothing."""
+    """The folder in memory, what generations leave in it, and what they spill to disk. Each of both may be missing."""
 
-    def __init__(self, folder: Path | None, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path | None, max_bytes: int, runs_folder: Path | None = None) -> None:
+        """``runs_folder``: with the folder of each run, in which its ranks save what memory has no room for."""
+        self._folder, self.max_bytes, self._runs_folder = folder, max_bytes, runs_folder
 
     @property
     def is_available(self) -> bool:
         """Whether state can be saved at all."""
-        return self._folder is not None
+        return self._folder is not None or self._runs_folder is not None
+
+    def spill_dir(self, run_id: str) -> Path | None:
+        """Return where the ranks of a run save what memory has no room for; None: nowhere."""
+        return None if self._runs_folder is None else self._runs_folder / run_id / SPILLED
 
     def prepare(self, run_id: str, generation: int) -> Path | None:
-        """Return where the ranks of a new generation find and save state; None: nowhere.
+        """Return where in memory the ranks of a new generation find and save state; None: nowhere.
 
         Only the newest state is resumed, so what generations before it left is removed.
         """
-        if self._folder is None:
-            return None
         newest = max(
             (found for found, path in self._generations(run_id) if found < generation and _steps(path)), default=0
         )
         self.remove_before(run_id, newest)
+        if self._folder is None:
+            return None
         self._evict(keep=run_id)
         folder = self._folder / run_id
         try:
@@ -81,8 +89,8 @@ class SurvivorMemory:
 
     def remove_run(self, run_id: str) -> None:
         """Remove all state of a run that has ended, or goes on without this node."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder / run_id, ignore_errors=True)
+        for folder in self._folders(run_id):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def remove_others(self, runs: set[str]) -> None:
         """Remove the state of all runs but these, which an earlier life of the agent left."""
@@ -114,17 +122,23 @@ class SurvivorMemory:
         found = sorted((path.stat().st_mtime, path) for path in self._run_folders())
         sizes = {path: size_bytes(path) for _, path in found}
         for _, path in found:
-            if sum(sizes.values()) <= self._max_bytes:
+            if sum(sizes.values()) <= self.max_bytes:
                 return
             if path.name != keep:
                 log.info("state in memory evicted", run_id=path.name, size_bytes=sizes.pop(path))
                 shutil.rmtree(path, ignore_errors=True)
 
     def _run_folders(self) -> list[Path]:
-        return list(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        return [path for path in self._folder.iterdir() if path.is_dir()]
+
+    def _folders(self, run_id: str) -> list[Path]:
+        in_memory = None if self._folder is None else self._folder / run_id
+        return [folder for folder in (in_memory, self.spill_dir(run_id)) if folder is not None]
 
     def _generations(self, run_id: str) -> Iterator[tuple[int, Path]]:
-        for path in list((self._folder / run_id).rglob("g*")) if self._folder is not None else ():
+        for path in [path for folder in self._folders(run_id) for path in folder.rglob("g*")]:
             if (found := _GENERATION.fullmatch(path.name)) and path.is_dir():
                 yield int(found[1]), path
 
@@ -167,8 +181,8 @@ def save_survivor_checkpoints(generation_folder: Path, may_commit: Callable[[int
 
 def remove_survivor_checkpoints(run_folder: Path, before: int | None = None) -> None:
     """Remove what generations ``before`` that one left on disk; all of it without one."""
-    folder = survivor_dir(run_folder)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    folders = [folder for folder in (survivor_dir(run_folder), run_folder / SPILLED) if folder.is_dir()]
+    for path in [path for folder in folders for path in folder.iterdir()]:
         if path.name.startswith("g") and (before is None or int(path.name[1:]) < before):
             # Ranks that list the folder meanwhile see all of it or nothing.
             hidden = path.with_name(f".{uuid.uuid4().hex}")

@@ -380,6 +380,8 @@ class GenerationRunner:
             failures_seen=placed.failures_seen,
             run_s=placed.run_s,
             memory_folder=memory,
+            memory_max_bytes=self._context.memory.max_bytes,
+            spill_folder=self._context.memory.spill_dir(placed.run_id) if survivors.is_resumable else None,
             survivor_dir=survivor_dir(self.files.run_folder) if survivors.is_resumable else None,
             machine=self._context.inventory.machine,
         )

@@ -250,6 +250,8 @@ class EndedLine(TimedLine):
     error: str = ""
     #: The request itself is at fault: another attempt would fail alike.
     permanent: bool = False
+    #: The loss or the state is not finite: another attempt begins with a committed checkpoint, not with what is newer.
+    diverged: bool = False
 
 
 #: The lines of which the rank informs the agent at once.

@@ -38,11 +38,12 @@ from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
+from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import InitialWeights, StartPoint
 from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.survivor_state import SurvivorStore
-from trainbus.trainer.trainer import Trainer, TrainerSettings, TrainingDiverged
+from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import World, WorldError, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
@@ -215,7 +216,13 @@ def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
         if is_about_lost_peer(text):
             text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
-    return EndedLine(time=time.time(), outcome="failed", error=text[:4000], permanent=_is_permanent(error))
+    return EndedLine(
+        time=time.time(),
+        outcome="failed",
+        error=text[:4000],
+        permanent=_is_permanent(error),
+        diverged=isinstance(error, TrainingDiverged),
+    )
 
 
 def _is_permanent(error: BaseException) -> bool:

@@ -105,6 +105,55 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
         await asyncio.wait_for(running, 90)
 
 
+#: Diverges once, at a step after the first checkpoint.
+DIVERGING_TASK = """
+from pathlib import Path
+
+import task
+
+
+class Diverging(task.Linear):
+    def __init__(self, flag):
+        super().__init__()
+        self.flag, self.steps = Path(flag), 0
+
+    def loss(self, model, batch):
+        self.steps += model.training
+        if self.steps == 15 and not self.flag.exists():
+            self.flag.touch()
+            return super().loss(model, batch) * float("nan")
+        return super().loss(model, batch)
+"""
+
+
+async def test_a_retry_after_nan_begins_with_a_committed_checkpoint(world: World, tmp_path: Path) -> None:
+    prepared = await prepare(world, tmp_path / "dataset")
+    await world.upload_code(package({"task.py": LINEAR_TASK.encode(), "diverging.py": DIVERGING_TASK.encode()}))
+    service = build(world.settings.model_copy(update={"warm": True}))
+    running = asyncio.create_task(service.run())
+    committing = asyncio.create_task(world.commit_all())
+    try:
+        await until(lambda: service.check_readiness().get("joined", False), 90)
+        training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10}
+        params = {"flag": str(tmp_path / "flag")}
+        fields: dict[str, Any] = {"task": "diverging:Diverging", "dataset": prepared, "training": training}
+        await world.place(params=params, **fields)
+        failed: Any = await world.wait_for(RunExited, timeout_s=90)
+        assert failed.outcome == "failed"
+        assert "train/loss is nan at step 15" in failed.reason
+        resume = await _last_commit(world)
+        assert resume.step == 10
+        await world.place(generation=2, resume=resume, params=params, **fields)
+        started: Any = await world.wait_for(RunStarted, count=2, timeout_s=90)
+        assert (started.resumed_from, started.step) == ("checkpoint", 10)
+        exited: Any = await world.wait_for(RunExited, count=2, timeout_s=90)
+        assert (exited.outcome, exited.step) == ("succeeded", 30), exited
+    finally:
+        committing.cancel()
+        service.stopping.set()
+        await asyncio.wait_for(running, 90)
+
+
 async def _last_commit(world: World) -> CheckpointRef:
     staged = [fact for fact in await world.facts() if isinstance(fact, CheckpointStaged)][-1]
     return CheckpointRef(

@@ -27,6 +27,7 @@ from trainbus.trainer.checkpoint import CheckpointError, CheckpointSchedule, Fai
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
 from trainbus.trainer.checkpoint.writer import CheckpointWriter, RankFiles, write
+from trainbus.trainer.divergence import check_finite
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State, assemble
@@ -125,9 +126,11 @@ class CheckpointManager:
         self._start_copy(files, at_once=last)
         place = {"step": progress.step, "epoch": epoch, "samples_consumed": progress.samples_consumed}
         folder = self._folder / f"step_{progress.step:08d}-rank_{self._world.rank}"
+        trained, progress_step = self._trained_names(), progress.step
 
         def work(is_cancelled: Callable[[], bool]) -> None:
             self._finish_copy()
+            check_finite({file: image.views for file, image in content.images.items()}, trained, progress_step)
             if not self._write(folder, content, is_cancelled, is_needed=last):
                 return
             self._journal.append(
@@ -195,7 +198,7 @@ class CheckpointManager:
                 trained = self._trained_names()
                 state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
                 files = self._files(state, rank=0)
-                self._survivors.snapshot(files, checkpoint_json(state, progress, 1))
+                self._survivors.snapshot(files, checkpoint_json(state, progress, 1), trained)
 
     def save_survivor_state(self, ema: Mapping[str, Tensor] | None) -> int | None:
         """Save the last whole state in memory for the next generation; return its step, or None if there is none.
@@ -210,7 +213,8 @@ class CheckpointManager:
         state = self._whole_state(ema)
         if state is None:
             return None
-        is_saved = self._survivors.save(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
+        saved = checkpoint_json(state, self._progress, 1)
+        is_saved = self._survivors.save(self._files(state, rank=0), saved, self._trained_names())
         return self._progress.step if is_saved else None
 
     def wait_for_writes(self) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progr
 from trainbus.trainer.checkpoint.files import STATE, digests_file
 from trainbus.trainer.checkpoint.reader import load_tensors, read_state
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
+from trainbus.trainer.divergence import TrainingDiverged, check_finite
 from trainbus.trainer.training_state import KINDS, Kind, State
 from trainbus.trainer.world import World
 
@@ -247,9 +248,21 @@ class SurvivorFolder:
                 )
             yield
 
-    def copy(self, hidden: Path, staging: StagingBuffers, files: Files, state: dict[str, Any]) -> None:
-        """Copy a state to its allocated folder, and give that its name."""
+    def copy(
+        self, hidden: Path, staging: StagingBuffers, files: Files, state: dict[str, Any], trained: Collection[str]
+    ) -> None:
+        """Copy a state to its allocated folder, and give that its name.
+
+        Raises:
+            OSError: there is no room.
+            TrainingDiverged: the state is not finite. Nothing of it stays.
+        """
         copy_all(staging.pairs(files))
+        try:
+            check_finite({file: image.views for file, image in staging.images.items()}, trained, state["step"])
+        except TrainingDiverged:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
         (hidden / STATE).write_text(json.dumps(state, allow_nan=False))
         place = self._folder / f"step_{state['step']:08d}-rank_{self._rank}"
         shutil.rmtree(place, ignore_errors=True)
@@ -316,14 +329,21 @@ class SurvivorStore:
         """Return the states of earlier generations on this node, from step ``at_least`` on."""
         return find_local_parts(self._found_in, self._generation, at_least, run_id)
 
-    def save(self, files: Files, state: dict[str, Any]) -> bool:
-        """Copy a whole state to where it outlives this process; return whether it was saved."""
+    def save(self, files: Files, state: dict[str, Any], trained: Collection[str]) -> bool:
+        """Copy a whole state to where it outlives this process; return whether it was saved.
+
+        Args:
+            trained: the names of the weights that must be finite.
+
+        Raises:
+            TrainingDiverged: one is not.
+        """
         problems = []
         for folder in (self._memory, self._spill):
             if folder is None:
                 continue
             try:
-                folder.copy(*folder.allocate(files), files, state)
+                folder.copy(*folder.allocate(files), files, state, trained)
             except OSError as error:
                 if folder.has_state_of_others():  # one whole state is enough, and theirs has the room
                     return True
@@ -341,8 +361,11 @@ class SurvivorStore:
         is_idle = self._thread is None or not self._thread.is_alive()
         return self._takes_snapshots and now_s >= self._next_s and is_idle
 
-    def snapshot(self, files: Files, state: dict[str, Any]) -> None:
-        """Save a state in case this process is killed, while the next forward and backward pass run."""
+    def snapshot(self, files: Files, state: dict[str, Any], trained: Collection[str]) -> None:
+        """Save a state in case this process is killed, while the next forward and backward pass run.
+
+        One that is not finite is not kept: the loss or the next checkpoint ends training.
+        """
         memory = self._memory
         assert memory is not None
         try:
@@ -354,7 +377,8 @@ class SurvivorStore:
         def work() -> None:
             started = time.monotonic()
             try:
-                memory.copy(hidden, staging, files, state)
+                with suppress(TrainingDiverged):
+                    memory.copy(hidden, staging, files, state, trained)
             except OSError as error:
                 self._end_snapshots(memory, files, error)
             ended = time.monotonic()

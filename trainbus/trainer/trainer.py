@@ -25,6 +25,7 @@ from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
+from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
 from trainbus.trainer.start_point import UNREPORTED, StartPoint
@@ -37,10 +38,6 @@ from trainbus.trainer.strategies.base import LossScaleUnderflow, StepResult
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.validation import BestMetricTracker, MetricMode, measure_split
 from trainbus.trainer.world import World, seed_all
-
-
-class TrainingDiverged(Exception):
-    """The loss or the gradient is not a finite number any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,8 +401,12 @@ class Trainer:
         return Outcome(outcome, progress.step, progress.samples_consumed, self._current_metrics())
 
     def _save_survivor_state(self) -> None:
-        """Save the last whole step's state in memory, with its metrics: the rank that reports them may be gone."""
-        with suppress(RuntimeError, TrainingDiverged):  # on CUDA, a rank may have been gone before it sent anything
+        """Save the last whole step's state in memory, with its metrics: the rank that reports them may be gone.
+
+        Raises:
+            TrainingDiverged: that is why the other rank is gone.
+        """
+        with suppress(RuntimeError):  # on CUDA, a rank may have been gone before it sent anything
             self._apply_summary(self._agreement.collect())
         metrics = self._metrics.latest
         if metrics is not None and metrics.step == self.progress.step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -479,6 +480,8 @@ class GenerationRunner:
 
     async def _decide_report(self, follower: JournalFollower, stager: CheckpointStager) -> Report:
         exits, ranks = self._group.exits, follower.state.ranks
+        if any(state.ended is not None and state.ended.diverged for state in ranks.values()):
+            await run_in_thread(self._remove_uncommitted_state)
         failure = first_own_failure(exits, lambda rank: follower.tail(rank, SEARCHED_LINES))
         if is_command(self.placed.spec) and self._requests.stop is not None and not self._group.killed:
             failure = None  # a script that ends on SIGTERM has ended as it should, with any exit code
@@ -505,6 +508,12 @@ class GenerationRunner:
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._build_report.released(position, clean=clean, detail=detail)
+
+    def _remove_uncommitted_state(self) -> None:
+        """Remove what only this node has: what diverges once does so again from the steps just before."""
+        self._context.memory.remove_run(self.placed.run_id)
+        remove_survivor_checkpoints(self.files.run_folder)
+        shutil.rmtree(self.files.folder / "checkpoints", ignore_errors=True)
 
     async def _upload_artifacts(self, ranks: Mapping[int, RankState], stager: CheckpointStager) -> tuple[Artifact, ...]:
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]

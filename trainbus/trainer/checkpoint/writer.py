@@ -17,6 +17,7 @@ from contracts.manifest import ARTIFACTS_FOLDER
 from trainbus.trainer.checkpoint.digest import digest_of
 from trainbus.trainer.checkpoint.files import STATE, CheckpointError, digests_file, state_digest
 from trainbus.trainer.checkpoint.staging import FileImage
+from trainbus.trainer.divergence import TrainingDiverged
 
 BLOCK_BYTES = 8 * 2**20
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
@@ -155,5 +156,7 @@ class CheckpointWriter:
                 work.result()
         except WriteCancelled:
             pass
+        except TrainingDiverged:
+            raise
         except Exception as error:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error

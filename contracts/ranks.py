@@ -47,7 +47,13 @@ MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 EXIT_DONE = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
 #: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
-PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
+PEER_LOST_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process",
+    "DistNetworkError",
+    "a peer is gone",
+)
 
 
 def is_about_lost_peer(text: str) -> bool:
@@ -315,13 +321,19 @@ class StopLine(Line):
     checkpoint: bool = True
 
 
+class PeerLostLine(Line):
+    """Agent -> rank: another rank of the generation has failed, so do not wait for it."""
+
+    kind: Literal["peer_lost"] = "peer_lost"
+
+
 class CheckpointNowLine(Line):
     """Agent -> rank: take a checkpoint at the next step."""
 
     kind: Literal["checkpoint_now"] = "checkpoint_now"
 
 
-ControlLine = Annotated[StopLine | CheckpointNowLine, Field(discriminator="kind")]
+ControlLine = Annotated[StopLine | PeerLostLine | CheckpointNowLine, Field(discriminator="kind")]
 CONTROL_LINE: TypeAdapter[ControlLine] = TypeAdapter(ControlLine)
 
 

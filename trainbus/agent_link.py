@@ -27,6 +27,7 @@ from contracts.ranks import (
     JournalLine,
     Launch,
     MetricsLine,
+    PeerLostLine,
     StopLine,
     UrgentLine,
     json_line,
@@ -139,6 +140,8 @@ class Control:
         self._stop = threading.Event()
         self._checkpoint_now = threading.Event()
         self.reason = ""
+        #: Called from the link's thread when another rank is gone.
+        self.on_peer_lost: Callable[[], None] = lambda: None
 
     def request_stop(self, reason: str) -> None:
         """Request a stop at the next step that all ranks agree on. A second request changes nothing."""
@@ -235,6 +238,8 @@ class AgentLink:
         match command:
             case CheckpointNowLine():
                 self._control.request_checkpoint()
+            case PeerLostLine():
+                self._control.on_peer_lost()
             case StopLine(checkpoint=False) as stop:
                 self._end_at_once(stop.reason)
             case StopLine() as stop if self.stop_at_once:

@@ -40,6 +40,7 @@ from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.peers import abort_communicator, keep_process_on_errors
 from trainbus.trainer.start_point import InitialWeights, StartPoint
 from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.survivor_state import SurvivorStore
@@ -106,6 +107,8 @@ def _run_task(
     task.classes, task.statistics = dataset.classes, dataset.statistics
     workers.set_dataset(dataset.classes, dataset.statistics)
     always = training is not None and training.strategy in ("deepspeed", "fsdp2")
+    keep_process_on_errors(os.environ)
+    control.on_peer_lost = abort_communicator
     world.init_process_group(env, always, lambda *found: journal.append(_rendezvous_line(*found)))
 
     if spec.kind == "evaluate":

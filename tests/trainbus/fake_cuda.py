@@ -43,6 +43,8 @@ class FakeCuda:
         self.count = count
         self.touches: list[Touch] = []
         self._current = threading.local()
+        #: Set when the communicator was aborted.
+        self.aborted = threading.Event()
 
     @property
     def current(self) -> int:
@@ -103,6 +105,7 @@ class FakeCuda:
         patch.object(dist, "batch_isend_irecv", self._batch).start()
         patch.object(dist, "init_process_group", self._init_process_group(dist.init_process_group)).start()
         patch.object(dist, "get_backend", lambda group=None: "nccl").start()
+        patch.object(dist.ProcessGroup, "abort", lambda group: self.abort()).start()
         self._install_mode()
 
     def _install_mode(self) -> None:
@@ -157,10 +160,19 @@ class FakeCuda:
             label = label_of(tensor)
             assert label is not None, f"{name} of a tensor on the CPU: NCCL has none"
             self.touch(name, label)
-            with torch._C.DisableTorchFunction():
-                return call(tensor, *args, **kwargs)
+            return self._run_as_nccl(lambda: call(tensor, *args, **kwargs))
 
         return collective
+
+    def _run_as_nccl(self, call: Callable[[], Any]) -> Any:
+        """Call gloo. Where a peer is gone wait for an abort, as NCCL does, and end as if all were well."""
+        try:
+            with torch._C.DisableTorchFunction():
+                work = call()
+        except RuntimeError:
+            self.aborted.wait()
+            work = FakeWork()
+        return None if work is None else FakeWork(self, work)
 
     def _object_collective(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def collective(*args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
@@ -176,13 +188,32 @@ class FakeCuda:
             label = label_of(each.tensor)
             assert label is not None, "point to point with a tensor on the CPU: NCCL has none"
             self.touch(each.op.__name__, label)
-            with torch._C.DisableTorchFunction():
-                works.append(each.op(each.tensor, each.peer, each.group))
+            works.append(self._run_as_nccl(lambda each=each: each.op(each.tensor, each.peer, each.group)))  # type: ignore[misc]
         return works
+
+    def abort(self) -> None:
+        self.touches.append(Touch("abort", self.current, "any"))
+        self.aborted.set()
 
 
 class FakeProperties:
     multi_processor_count = 132
+
+
+class FakeWork:
+    """A collective under way; without one that is over."""
+
+    def __init__(self, cuda: FakeCuda | None = None, work: Any = None) -> None:
+        self._cuda, self._work = cuda, work
+
+    def wait(self) -> bool:
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError:
+            assert self._cuda is not None
+            self._cuda.aborted.wait()
+        return True
 
 
 class FakeStream:

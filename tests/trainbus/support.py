@@ -231,7 +231,8 @@ class FakeAgent:
 
     def send(self, line: Mapping[str, Any]) -> None:
         for connection in self._connections:
-            connection.sendall(json.dumps(line).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # of a rank that is gone
+                connection.sendall(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         self._listener.close()

@@ -62,11 +62,14 @@ def start_ranks(
 ) -> list[ForkProcess]:
     steps = {"max_steps": 4, "checkpoint_every_steps": 2, "validate_every_steps": 3}
     spec = request(task="exact_tasks:CNN", training={"global_batch": 24, "seed": 3, **steps, **training})
-    launch = write_launch(folder, spec, dataset, CODE, world_size=ranks)
+    return fork_ranks(folder, write_launch(folder, spec, dataset, CODE, world_size=ranks), ranks, gpus)
+
+
+def fork_ranks(folder: Path, launch: Path, ranks: int, gpus: int, **env: str) -> list[ForkProcess]:
     port = free_ports(1)[0]
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=run_rank, args=(rank_env(launch, rank, ranks, port), gpus, folder))
+        context.Process(target=run_rank, args=(rank_env(launch, rank, ranks, port, **env), gpus, folder))
         for rank in range(ranks)
     ]
     for process in processes:

@@ -182,6 +182,7 @@ class RankGroup:
                 break
             if failed_at is None and first_failure(self.exits):
                 failed_at = time.monotonic()
+                control.send_peer_lost()
             if failed_at is not None and not self._may_wait_since(time.monotonic() - failed_at):
                 self._signal_all(signal.SIGKILL)
             if self._requests.stop is not None:
@@ -202,6 +203,7 @@ class RankGroup:
         """Send the stop line, SIGTERM after the grace, then SIGKILL; SIGTERM at once to ranks that do not listen."""
         now = self._requests.now()
         if now < stop.kill_at and stop.survivor_s > 0 and self._may_wait_since(now - stop.deadline):
+            control.send_peer_lost()  # one on another node
             return
         if self._sent_stop != stop:
             self._sent_stop = stop

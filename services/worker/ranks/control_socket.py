@@ -14,6 +14,7 @@ from contracts.ranks import (
     RANK_LINE,
     HelloLine,
     Line,
+    PeerLostLine,
     ShardPlanLine,
     ShardReplyLine,
     ShardRequestLine,
@@ -37,6 +38,7 @@ class ControlSocket:
         self.path, self._generation, self._on_doorbell, self._view = path, generation, on_doorbell, view
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
+        self._has_lost_peer = False
         self._server: asyncio.Server | None = None
 
     @property
@@ -62,6 +64,13 @@ class ControlSocket:
         self._stop = line
         for writer in self._ranks.values():
             self._send(writer, line)
+
+    def send_peer_lost(self) -> None:
+        """Inform every rank that another one is gone, also those that connect later."""
+        if not self._has_lost_peer:
+            self._has_lost_peer = True
+            for writer in self._ranks.values():
+                self._send(writer, PeerLostLine())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
@@ -94,6 +103,8 @@ class ControlSocket:
             self._send(writer, StopLine(grace_s=0, reason="another generation was placed", checkpoint=False))
             return None
         self._ranks[hello.rank] = writer
+        if self._has_lost_peer:
+            self._send(writer, PeerLostLine())
         if self._stop is not None:
             self._send(writer, self._stop)
         self._on_doorbell()

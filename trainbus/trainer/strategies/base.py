@@ -24,6 +24,7 @@ from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.tree import divide_leaves
 from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.peers import UpdateConfirmation
 from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
 
@@ -59,6 +60,8 @@ class Strategy(ABC):
         self.leaves = divide_leaves(self.leaf_count, world.size)[world.rank]
         self._leaf_weight = 0.0
         self._loss: nn.Module = LossModule(task, self.model, training.precision, world.device)
+        #: Strategies wait for it in each step, before they update weights, buffers or the loss scale.
+        self._confirmation = UpdateConfirmation(world)
         self._scale = LossScale(training.precision == "fp16")
 
     # --- a step ---------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class DDPStrategy(Strategy):
         (loss * (self._world.size * self._scale.scale)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, clip_norm: float | None) -> StepResult:
+        self._confirmation.wait()
         if self._scale.enabled:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)

@@ -99,6 +99,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine.backward(loss * self._world.size)
 
     def step(self, clip_norm: float | None) -> StepResult:
+        self._confirmation.wait()
         norm: Any = None
         if not self._stage:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

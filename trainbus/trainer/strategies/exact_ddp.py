@@ -64,6 +64,7 @@ class ExactDDPStrategy(Strategy):
     def step(self, clip_norm: float | None) -> StepResult:
         self._tree.finish_step()
         self._buffers.step_done()
+        self._confirmation.wait()
         unscale = 1.0 / self._scale.scale
         norm = self._norm()
         taken = self._scale.accept(norm)

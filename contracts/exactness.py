@@ -10,6 +10,8 @@ from contracts.events.checkpoint import Exactness
 from contracts.events.run import RunStarted
 from contracts.spec.run import RunFields
 
+#: What the environment of a generation records about kernels that are chosen by timing.
+TIMED = "kernels.timed"
 #: How many differences between two environments a sentence names.
 MAX_NAMED_DIFFERENCES = 4
 
@@ -56,6 +58,8 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 def _why(generations: Mapping[int, list[RunStarted]], since: int) -> str:
     here = generations[since]
+    if timed := next((start.environment[TIMED] for start in here if TIMED in start.environment), ""):
+        return f"kernels are chosen by timing: {timed}"
     before = [start for generation in sorted(generations) if generation < since for start in generations[generation]]
     for start in here:
         for other in [*before[-1:], *here]:

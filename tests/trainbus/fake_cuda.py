@@ -95,6 +95,8 @@ class FakeCuda:
         for name, value in self._cuda().items():
             patch.object(torch.cuda, name, value).start()
         patch.object(torch._C, "_cuda_getDriverVersion", lambda: 12080, create=True).start()
+        patch.object(torch.cuda.tunable, "is_enabled", lambda: False).start()
+        patch.object(torch.cuda.tunable, "tuning_is_enabled", lambda: False).start()
         patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 0)).start()
         record_stream = lambda tensor, stream: self.touch("record_stream", label_of(tensor))  # noqa: E731
         patch.object(torch.Tensor, "record_stream", record_stream).start()

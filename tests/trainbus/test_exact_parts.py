@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from contracts import exactness
+from contracts.events.run import RunStarted
 from contracts.spec.training import Training
 from tests.trainbus.exact_tasks import CLASSES, MLP, samples
 from tests.trainbus.support import linear_dataset, write_dataset
@@ -19,7 +22,7 @@ from trainbus.data.loader import BatchLoader
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.data.workers import sample_generator
-from trainbus.trainer import environment
+from trainbus.trainer import environment, kernel_choice
 from trainbus.trainer.step_data import StepLoader
 from trainbus.trainer.straggler import StragglerDetector
 from trainbus.trainer.trainer import TrainingDiverged
@@ -174,3 +177,51 @@ def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, in
 )
 def test_the_detector_names_stragglers(steps: list[list[float]], expected: list[tuple[int, int, float]]) -> None:
     assert watched(steps) == expected
+
+
+def test_libraries_and_switches_that_choose_kernels_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    plain = environment.describe(cpu)
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_ENABLED", "1")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1024")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")  # chooses nothing
+    monkeypatch.setattr(kernel_choice, "PACKAGES", ("numpy", "no-such-package"))
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        found = environment.describe(cpu)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    changed = {name: found[name] for name in found if found[name] != plain.get(name)}
+    assert changed.pop("attention").startswith("flash=False")
+    assert changed == {
+        "env.PYTORCH_TUNABLEOP_ENABLED": "1",
+        "env.CUBLASLT_WORKSPACE_SIZE": "1024",
+        "package.numpy": np.__version__,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "words"),
+    [
+        pytest.param(None, "cuda", None, id="not compiled"),
+        pytest.param("default", "cpu", None, id="one kernel each on a CPU"),
+        pytest.param("default", "cuda", "Inductor times its reductions", id="triton's reductions"),
+        pytest.param("max-autotune", "cpu", "torch.compile autotunes", id="autotuned"),
+    ],
+)
+def test_what_chooses_kernels_by_timing_is_not_exact(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, device: str, words: str | None
+) -> None:
+    monkeypatch.setattr(kernel_choice, "_uses_tunableop", lambda: False)
+    model: nn.Module = nn.Linear(2, 2)
+    if mode is not None:
+        model = nn.Sequential(torch.compile(model, mode=mode))  # type: ignore[arg-type]
+    found = "; ".join(kernel_choice.find_timed(model, torch.device(device)))
+    assert found.startswith(words) if words else not found
+    claimed = environment.classify_exactness(4, ["a"], None, "r", is_timed=bool(found))
+    recorded = {exactness.TIMED: found} if found else {}
+    start = RunStarted(run_id="r", generation=1, node_id="n", exactness=claimed, environment=recorded)
+    reading = exactness.assess({"task": "t:T", "training": {"logical_ranks": 4}}, [start])
+    assert reading is not None
+    assert reading.exactness == ("samples-exact" if words else "exact")
+    assert words is None or f"kernels are chosen by timing: {words}" in reading.why

@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from contracts.events.checkpoint import Exactness
+from contracts.exactness import TIMED
 from contracts.ranks import PACKAGES_DIR_VARIABLE
+from trainbus.trainer import kernel_choice
 
 #: Variables that choose kernels or decide how a sum is split among threads.
 VARIABLES = (
@@ -44,7 +47,9 @@ def enable_determinism() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def describe(device: torch.device, machine: Mapping[str, str] | None = None) -> dict[str, str]:
+def describe(
+    device: torch.device, machine: Mapping[str, str] | None = None, model: nn.Module | None = None
+) -> dict[str, str]:
     """Return everything that is known to decide the last bits on ``device``, by name.
 
     ``machine`` is what the agent knows of the node. Call it after the settings of this process are made.
@@ -67,6 +72,9 @@ def describe(device: torch.device, machine: Mapping[str, str] | None = None) -> 
     }
     if packages_dir := os.environ.get(PACKAGES_DIR_VARIABLE):
         found["packages"] = os.path.basename(packages_dir)[:16]
+    found |= kernel_choice.describe(device)
+    if timed := kernel_choice.find_timed(model, device) if model is not None else ():
+        found[TIMED] = "; ".join(timed)
     if device.type == "cuda":
         found |= _cuda(device)
     return found
@@ -96,7 +104,12 @@ def digest(environment: Mapping[str, str]) -> str:
 
 
 def classify_exactness(
-    logical_ranks: int | None, digests: Collection[str], parent: Mapping[str, Any] | None, run_id: str | None
+    logical_ranks: int | None,
+    digests: Collection[str],
+    parent: Mapping[str, Any] | None,
+    run_id: str | None,
+    *,
+    is_timed: bool = False,
 ) -> Exactness:
     """Return whether the state will equal, to the bit, that of undisturbed training.
 
@@ -105,8 +118,9 @@ def classify_exactness(
         parent: the ``about`` of the checkpoint that is resumed; None from scratch.
         run_id: of this run. A run that begins with the checkpoint of another run is exact, in any environment, if that
             checkpoint is.
+        is_timed: kernels are chosen by timing.
     """
-    if logical_ranks is None or len(set(digests)) != 1:
+    if logical_ranks is None or is_timed or len(set(digests)) != 1:
         return "samples-exact"
     if parent is None:
         return "exact"

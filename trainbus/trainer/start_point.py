@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from contracts.exactness import TIMED
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
@@ -147,7 +148,8 @@ class StartPoint:
         """Return what later states record about the run, in the environment ``here``; every rank calls it."""
         digests = self._world.all_gather_objects(environment.digest(here))
         parent = None if self._state is None else self._parent
-        exactness = environment.classify_exactness(logical_ranks, digests, parent, self._run_id)
+        timed = TIMED in here
+        exactness = environment.classify_exactness(logical_ranks, digests, parent, self._run_id, is_timed=timed)
         return {**run, "exactness": exactness, "environment_digest": digests[0]}
 
 

@@ -119,7 +119,7 @@ class Trainer:
         start.load_optimizer(self.strategy, self.schedule, has_other_settings=changed)
         self.ema = start.moving_average(self.strategy, training.ema_decay)
 
-        self.environment = environment.describe(self.world.device, settings.machine)
+        self.environment = environment.describe(self.world.device, settings.machine, self.strategy.model)
         about = start.describe_run(settings.about, training.logical_ranks, self.environment)
         # The model of the task may depend on the dataset: what loads it elsewhere has only this file.
         statistics = {name: each.model_dump() for name, each in task.statistics.items()}

@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from contracts.spec.training import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
-from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.strategies import (
+    fsdp2,  # noqa: F401  (the forked ranks need not import it each)
+    make_strategy,
+)
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World, seed_all
@@ -84,6 +87,7 @@ class Case(Task):
     name: str
     optimizer_kind: str = "adamw"
     rules: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = BATCH
 
     def model(self) -> nn.Module:
         return MODELS[self.name]()
@@ -125,16 +129,18 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
         strategy.load_state(state)
     strategy.model.train()
     norms = []
+    size = case.batch_size
+    pieces = min(training.accumulate, -(-size // strategy.leaf_count))
     for step in steps:
+        strategy.begin_step(has_empty=pieces > size // strategy.leaf_count)
         for leaf in strategy.leaves:
             seed_all(training.seed, step, leaf)
-            start, stop = slice_bounds(BATCH, strategy.leaf_count, leaf)
-            pieces = min(training.accumulate, max(1, stop - start))
+            start, stop = slice_bounds(size, strategy.leaf_count, leaf)
             for piece in range(pieces):
                 low, high = slice_bounds(stop - start, pieces, piece)
                 batch = case.batch(step, start + low, start + high) if high > low else None
                 first, last = piece == 0, piece == pieces - 1
-                strategy.backward(batch, (high - low) / BATCH, leaf=leaf, first=first, last=last)
+                strategy.backward(batch, (high - low) / size, leaf=leaf, first=first, last=last)
         norms.append(float(strategy.step(training.clip_norm).grad_norm))
     return strategy, norms
 
@@ -200,7 +206,7 @@ def gang(case: Case, world_size: int, steps: range, state: State | None = None) 
 def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | None, folder: str) -> None:
     try:
         torch.set_num_threads(1)
-        if world_size > 1:
+        if world_size > 1 or case.training().strategy == "fsdp2":
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         world = World(rank, world_size, 0)
         strategy, norms = train(case, world, steps, state)

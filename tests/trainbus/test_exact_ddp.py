@@ -46,6 +46,34 @@ def test_the_number_of_processes_changes_no_bit(name: str) -> None:
     assert end.digest == undisturbed.digest
 
 
+EMPTY = {
+    "leaves": ("fsdp2", {"logical_ranks": 7}, 5, 3),
+    "ranks, weights gathered leaf by leaf": ("fsdp2", {"logical_ranks": 4}, 3, 4),
+    "micro-batches": ("fsdp2", {"logical_ranks": 4, "accumulate": 3}, 10, 2),
+    "ranks, unsharded": ("ddp", {"logical_ranks": 4}, 3, 4),
+    "micro-batches, unsharded": ("zero1", {"logical_ranks": 4, "accumulate": 3}, 10, 3),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_leaves_without_samples_change_no_bit(name: str) -> None:
+    """All ranks run the same collectives, whichever of their leaves and micro-batches are empty."""
+    strategy, rules, batch_size, world_size = EMPTY[name]
+    case = Case("gpt", rules={"strategy": strategy, "clip_norm": 0.5, **rules}, batch_size=batch_size)
+    alone, several = gang(case, 1, range(2)), gang(case, world_size, range(2))
+    assert several.norms == alone.norms
+    assert several.digest == alone.digest
+
+
+def test_a_rank_without_samples_in_fast_mode() -> None:
+    sharded, whole = (
+        gang(Case("gpt", "sgd", {"logical_ranks": None, "strategy": strategy}, batch_size=2), 3, range(2))
+        for strategy in ("fsdp2", "ddp")
+    )
+    for name, tensor in whole.state.model.items():
+        torch.testing.assert_close(sharded.state.model[name], tensor)
+
+
 def test_a_sharded_optimizer_matches_a_whole_one_and_each_rank_saves_a_part() -> None:
     whole = gang(Case("mlp", rules={"clip_norm": 0.1}), 1, range(2))
     sharded = gang(Case("mlp", rules={"clip_norm": 0.1, "strategy": "zero1"}), 2, range(2))

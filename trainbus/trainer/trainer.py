@@ -245,6 +245,7 @@ class Trainer:
             if leaf == data.leaves[-1].leaf:
                 self._post(losses, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
 
+        self.strategy.begin_step(has_empty=data.has_empty)
         for leaf in data.leaves:
             copied_s += self._forward_backward_leaf(leaf, data.global_samples, add_loss)
         return copied_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,10 @@ class DDPStrategy(Strategy):
 
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+
+    def _forward(self, batch: Any | None) -> Tensor:
+        loss: Tensor = self._loss(batch)  # also without samples: DDP communicates in its own forward and backward
+        return loss
 
     def _propagate(self, loss: Tensor) -> None:
         # DDP divides the sum over the ranks by their number; our weights already sum to 1.

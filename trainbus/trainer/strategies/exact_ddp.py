@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +54,6 @@ class ExactDDPStrategy(Strategy):
         self._tree.end_micro_batch(leaf, last=last)
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
-
-    def _forward(self, batch: Any | None) -> Tensor:
-        if batch is None:  # no weight has a part in this loss: the tree adds zeros for them
-            return torch.zeros((), device=self._world.device, requires_grad=True)
-        return super()._forward(batch)
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._tree.finish_step()

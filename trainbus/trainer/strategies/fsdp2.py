@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
@@ -52,8 +53,8 @@ class FSDP2Strategy(Strategy):
                 module.set_custom_reduce_scatter(TreeReduceScatter(self._backward, number))
         #: Ranks with fewer leaves take part in fewer gatherings of the weights, so those then stay for the whole step.
         self._keeps_weights = self.leaf_count % world.size != 0
-        if self._keeps_weights:
-            self._sharded[0].set_reshard_after_forward(False)
+        #: Whether this step's collectives run outside of the forward and backward passes.
+        self._is_explicit = False
         self.optimizer = task.optimizer(self.model)
         if exact:
             check_elementwise(self.optimizer, training.strategy)
@@ -61,14 +62,34 @@ class FSDP2Strategy(Strategy):
         self.model.register_forward_hook(self._after_forward)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def begin_step(self, *, has_empty: bool) -> None:
+        """Gather all weights here, for the whole step, where not every rank has a forward pass that would gather them.
+
+        The collectives of such a step do not depend on what the passes do: all weights are gathered before the first
+        pass, and a leaf's gradients are reduced after its last, module by module in the order of the model.
+        """
+        self._is_explicit = has_empty
+        for module in self._sharded[1:]:
+            module.set_reshard_after_forward(not (self._keeps_weights or has_empty), recurse=False)
+        if has_empty:
+            self._root_state._lazy_init()
+            for module in self._sharded:
+                module.unshard()
+
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
+        root = self._sharded[0]
         self._backward.leaf = self._plan.steps[leaf]
-        self._sharded[0].set_requires_gradient_sync(last)
-        if self._keeps_weights:
-            self._sharded[0].set_reshard_after_backward(last and leaf == self.leaves[-1])
+        root.set_requires_gradient_sync(last and not self._is_explicit)
+        if self._keeps_weights or self._is_explicit:
+            root.set_reshard_after_backward(last and leaf == self.leaves[-1] and not self._is_explicit)
         yield
         if last:
+            if self._is_explicit:
+                root.set_requires_gradient_sync(True)
+                root.set_reshard_after_backward(leaf == self.leaves[-1])
+                # What FSDP2 runs at the end of a backward pass, for modules that took no part in it.
+                self._root_state._root_post_backward_final_callback()
             self._buffers.leaf_done(leaf, self._leaf_weight)
             if self._world.size == 1:
                 self._gradients = self._stack.push(
@@ -97,6 +118,10 @@ class FSDP2Strategy(Strategy):
         self._buffers.commit()
         self._clear_gradients()
         return StepResult(norm, skipped=not taken)
+
+    @property
+    def _root_state(self) -> FSDPState:
+        return self._sharded[0]._get_fsdp_state()
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from contracts.ranks import EndedLine
 from tests.trainbus.support import (
+    LINEAR_TASK,
     Gang,
     Warm,
     journal,
@@ -21,16 +23,36 @@ from tests.trainbus.support import (
 )
 from trainbus.data.dataset import Dataset
 from trainbus.trainer.checkpoint import load_tensors
+from trainbus.trainer.strategies.base import INITIAL_SCALE
 
 pytestmark = pytest.mark.shell
 
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
 
 
-def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Path | None = None, **rules: Any) -> Path:
+#: The loss is so large that gradients overflow in fp16 until its scale has gone down.
+LOUD_TASK = f"""{LINEAR_TASK}
+
+class Loud(Linear):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * 1000
+"""
+
+
+def run(
+    warm: Warm,
+    folder: Path,
+    dataset: Dataset,
+    world_size: int,
+    resume: Path | None = None,
+    *,
+    task: str = "task:Linear",
+    source: str = LINEAR_TASK,
+    **rules: Any,
+) -> Path:
     """Train in processes of their own; return the last checkpoint's folder."""
-    spec = request(training={"clip_norm": 0.5, **rules}, params={"lr": 0.01})
-    code = write_task(folder.parent / "code")
+    spec = request(training={"clip_norm": 0.5, **rules}, params={"lr": 0.01}, task=task)
+    code = write_task(folder.parent / "code", source)
     launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=resume)
     gang = Gang(warm, folder, launch, world_size)
     assert gang.wait() == [0] * world_size, gang.logs()[-3000:]
@@ -52,6 +74,33 @@ def test_zero_matches_ddp_and_resumes_on_fewer_ranks(warm: Warm, tmp_path: Path,
         torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
     for name, tensor in load_tensors(reference, "optimizer").items():
         torch.testing.assert_close(optimizer[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_without_samples(warm: Warm, tmp_path: Path, stage: int) -> None:
+    """A micro-batch of some ranks is empty in each step, and a whole rank in the last."""
+    dataset = linear_dataset(tmp_path / "data", train=23)
+    rules = {"epochs": 1, "global_batch": 7, "accumulate": 3}
+    end = run(warm, tmp_path / "g1", dataset, 3, strategy="deepspeed", zero_stage=stage, **rules)
+    alone = run(warm, tmp_path / "alone", dataset, 1, **rules)
+    model = load_tensors(end, "model")
+    for name, tensor in load_tensors(alone, "model").items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_fp16_has_a_loss_scale(warm: Warm, tmp_path: Path, stage: int) -> None:
+    """Steps whose gradient overflows are skipped as under DDP, and the scale is saved."""
+    dataset = linear_dataset(tmp_path / "data", train=160)
+    rules = {"precision": "fp16", "epochs": 1, "task": "task:Loud", "source": LOUD_TASK}
+    end = run(warm, tmp_path / "g1", dataset, 2, strategy="deepspeed", zero_stage=stage, **rules)
+    whole = run(warm, tmp_path / "ddp", dataset, 2, **rules)
+    saved, expected = (json.loads((folder / "state.json").read_text()) for folder in (end, whole))
+    assert saved["scaler"] == expected["scaler"]
+    assert saved["scaler"]["scale"] < INITIAL_SCALE
+    model = load_tensors(end, "model")
+    for name, tensor in load_tensors(whole, "model").items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-2, atol=1e-3)
 
 
 def _reference(folder: Path, dataset: Dataset) -> Path:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contracts.spec.training import Training
+from trainbus.data.loader import to_device
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
@@ -79,6 +80,13 @@ class DeepSpeedStrategy(Strategy):
         )
         if self._stage:
             self.optimizer = self._zero.optimizer
+        #: What a rank without samples computes on, with no weight: rank 0's first micro-batch of the step.
+        self._stand_in: Any | None = None
+        self._needs_stand_in = False
+
+    def begin_step(self, *, has_empty: bool) -> None:
+        """Note whether the ranks must share a batch: ZeRO communicates in the passes through each module."""
+        self._needs_stand_in = has_empty and self._stage > 0
 
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
@@ -88,22 +96,56 @@ class DeepSpeedStrategy(Strategy):
             self._engine.step()  # off the boundary it only counts
 
     def _forward(self, batch: Any | None) -> Tensor:
+        if self._needs_stand_in:
+            # Rank 0 has samples in every step. Every rank comes here in its first micro-batch.
+            self._stand_in, self._needs_stand_in = self._world.broadcast_object(_on_host(batch)), False
+        if batch is None and self._stage:
+            return self._forward_stand_in()
         loss: Tensor = self._engine(batch)
+        return loss
+
+    def _forward_stand_in(self) -> Tensor:
+        """Run the passes that the other ranks run; the caller gives this loss no weight."""
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        loss: Tensor = self._engine(to_device(self._stand_in, lambda tensor: tensor.to(self._world.device)))
+        for buffer, value in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(value)
         return loss
 
     def _propagate(self, loss: Tensor) -> None:
         # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
-        self._engine.backward(loss * self._world.size)
+        loss = loss * self._world.size
+        if not self._stage:
+            loss = loss * self._scale.scale
+        elif self._scale.enabled:
+            self._zero.override_loss_scale(self._scale.scale)  # ZeRO then scales, and takes it off in its step
+        self._engine.backward(loss)
 
     def step(self, clip_norm: float | None) -> StepResult:
-        norm: Any = None
-        if not self._stage:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)
+        self._stand_in = None
+        norm: Any = self._step_sharded() if self._stage else self._step_whole(clip_norm)
+        norm = torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach()
+        return StepResult(norm, skipped=self._scale.enabled and not bool(torch.isfinite(norm)))
+
+    def _step_sharded(self) -> Any:
+        """Take ZeRO's step, which takes none where the gradient overflowed; return the norm, then infinite."""
         self._engine.step()
-        if self._stage:
-            norm = self._engine.get_global_grad_norm()
-        return StepResult(torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach())
+        norm = self._engine.get_global_grad_norm()
+        self._scale.accept(norm)
+        return norm
+
+    def _step_whole(self, clip_norm: float | None) -> Tensor:
+        """Take the step of stage 0, which leaves clipping and the loss scale to us; return the norm."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self._scale.enabled:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)
+        if self._scale.accept(norm):
+            self._engine.step()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         if kind != "model":
@@ -234,6 +276,10 @@ class DeepSpeedStrategy(Strategy):
         else:
             shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
         return list(zip(self.optimizer.param_groups, shards, members, strict=True))
+
+
+def _on_host(batch: Any) -> Any:
+    return to_device(batch, lambda tensor: tensor.cpu())
 
 
 def _shape(parameter: Any) -> torch.Size:

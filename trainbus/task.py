@@ -9,7 +9,7 @@ import io
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -56,7 +56,8 @@ class Task:
     classes: tuple[str, ...] = ()
     #: Likewise: mean, deviation and range of each numeric field, or channel, over the train split (docs/datasets.md).
     statistics: Mapping[str, FieldStatistics] = MappingProxyType({})
-    #: True lets DDP cope with parameters that some steps do not use, at the cost of a walk through the graph.
+    #: True lets ranks use different parameters in one step (experts, routing), or some steps leave some out. It costs
+    #: DDP a walk through the graph, and FSDP2 the memory for all gathered weights.
     find_unused_parameters: bool = False
     #: What evaluation measures besides ``metrics``, from all predictions at once: accuracy, macro_f1, auc and
     #: calibration_error; rmse, mae and r2; ndcg and mrr; perplexity and token_accuracy (docs/promotion.md).
@@ -67,8 +68,20 @@ class Task:
         raise TaskError(f"{type(self).__name__} needs a method model(self) that returns an nn.Module")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults."""
+        """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults.
+
+        Parameters with ``requires_grad`` False (a frozen backbone) may be among them; they keep their values.
+        """
         return torch.optim.AdamW(model.parameters())
+
+    def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        """Return the modules that FSDP2 shards one at a time, as an auto wrap policy does; None: the repeated blocks.
+
+        Each is gathered for its own forward and backward, the rest of the model with the root. Every step calls each
+        of them as a module, on every rank. Repeated blocks are the entries of the outermost ``ModuleList``, and those
+        of a ``Sequential`` or ``ModuleDict`` that have parts of their own and a class in common.
+        """
+        return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
         """Return the learning-rate schedule, stepped once a training step, or None for a constant rate."""

@@ -77,7 +77,43 @@ class Gpt(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt}
+class Adapter(nn.Linear):
+    """A frozen layer with a trained low-rank addition, as LoRA has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Frozen(Gpt):
+    """A frozen embedding and block, an adapter, and a block that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].linear2 = nn.Sequential(nn.Linear(256, 64), Adapter(64))
+        self.unused = nn.ModuleList([nn.Linear(4, 4)])
+
+
+class Routed(Gpt):
+    """Each batch chooses the blocks that it goes through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for number, block in enumerate(self.blocks):
+            if (int(x.sum()) + number) % 2:
+                hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt, "frozen": Frozen, "routed": Routed}
+#: Models of text.
+TEXT = {"gpt", "frozen", "routed"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +124,10 @@ class Case(Task):
     optimizer_kind: str = "adamw"
     rules: dict[str, Any] = field(default_factory=dict)
     batch_size: int = BATCH
+
+    @property
+    def find_unused_parameters(self) -> bool:  # type: ignore[override]
+        return self.name == "routed"
 
     def model(self) -> nn.Module:
         return MODELS[self.name]()
@@ -105,7 +145,7 @@ class Case(Task):
         return torch.optim.AdamW(groups, lr=0.01)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        if self.name == "gpt":
+        if self.name in TEXT:
             return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
@@ -114,7 +154,7 @@ class Case(Task):
 
     def batch(self, step: int, start: int, stop: int) -> Any:
         generator = torch.Generator().manual_seed(step)
-        if self.name == "gpt":
+        if self.name in TEXT:
             return torch.randint(0, 32, (BATCH, 17), generator=generator)[start:stop]
         x = torch.randn(BATCH, 64, generator=generator)
         return x[start:stop], x[start:stop, :10].argmax(1)

@@ -38,6 +38,20 @@ class Loud(Linear):
         return super().loss(model, batch) * 1000
 """
 
+#: The first layer is frozen; the second task makes it a parameter group of its own.
+FROZEN_TASK = f"""{LINEAR_TASK}
+
+class Frozen(Linear):
+    def model(self):
+        model = super().model()
+        model[0].requires_grad_(False)
+        return model
+
+class FrozenGroup(Frozen):
+    def optimizer(self, model):
+        return torch.optim.AdamW([{{"params": model[0].parameters()}}, {{"params": model[3].parameters()}}], lr=self.lr)
+"""
+
 
 def run(
     warm: Warm,
@@ -101,6 +115,33 @@ def test_fp16_has_a_loss_scale(warm: Warm, tmp_path: Path, stage: int) -> None:
     model = load_tensors(end, "model")
     for name, tensor in load_tensors(whole, "model").items():
         torch.testing.assert_close(model[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_parameters(warm: Warm, tmp_path: Path, stage: int) -> None:
+    """They are saved, keep their values, and a checkpoint goes from one strategy to the other."""
+    dataset = linear_dataset(tmp_path / "data")
+    rules = {"task": "task:Frozen", "source": FROZEN_TASK, "epochs": None}
+    deepspeed = {"strategy": "deepspeed", "zero_stage": stage}
+    half = run(warm, tmp_path / "g1", dataset, 2, **deepspeed, **rules, max_steps=4)
+    end = run(warm, tmp_path / "g2", dataset, 1, half, **rules, max_steps=8)
+    whole = run(warm, tmp_path / "d1", dataset, 1, **rules, max_steps=4)
+    whole = run(warm, tmp_path / "d2", dataset, 2, whole, **deepspeed, **rules, max_steps=8)
+    first, model, expected = (load_tensors(folder, "model") for folder in (half, end, whole))
+    assert torch.equal(model["0.weight"], first["0.weight"])
+    assert model.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_group_without_trained_parameters_is_refused(warm: Warm, tmp_path: Path) -> None:
+    dataset = linear_dataset(tmp_path / "data")
+    spec = request(training={"strategy": "deepspeed", "zero_stage": 1}, task="task:FrozenGroup")
+    launch = write_launch(tmp_path / "g1", spec, dataset, write_task(tmp_path / "code", FROZEN_TASK))
+    assert Gang(warm, tmp_path / "g1", launch, 1).wait() == [1]
+    line = journal(tmp_path / "g1")[-1]
+    assert isinstance(line, EndedLine)
+    assert "parameter group 0 has no trained parameter" in line.error
 
 
 def _reference(folder: Path, dataset: Dataset) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trainbus.exact_gang import Case, gang
+from tests.trainbus.exact_gang import MODELS, Case, gang
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import PIECE
 from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.strategies.base import GROWTH_INTERVAL, MIN_SCALE, LossScale, LossScaleUnderflow
-from trainbus.trainer.world import World
+from trainbus.trainer.world import World, seed_all
 
 CASES = {
     "mlp with an unused parameter, clipped, sharded": (
@@ -72,6 +72,22 @@ def test_a_rank_without_samples_in_fast_mode() -> None:
     )
     for name, tensor in whole.state.model.items():
         torch.testing.assert_close(sharded.state.model[name], tensor)
+
+
+@pytest.mark.parametrize("model", ["frozen", "routed"])
+def test_frozen_and_unused_parameters(model: str) -> None:
+    """The same for every strategy and number of processes, also when another strategy takes over."""
+    whole = gang(Case(model, rules={"strategy": "ddp"}), 1, range(3))
+    for strategy, world_size in (("ddp", 2), ("zero1", 3), ("fsdp2", 1), ("fsdp2", 3)):
+        case = Case(model, rules={"strategy": strategy})
+        middle = gang(Case(model, rules={"strategy": "ddp"}), 1, range(1)).state
+        assert gang(case, world_size, range(1, 3), middle).digest == whole.digest, (strategy, world_size)
+    seed_all(0, "model")
+    fresh = MODELS[model]()
+    for name, parameter in fresh.named_parameters():
+        assert name in whole.state.model
+        if not parameter.requires_grad:
+            assert torch.equal(whole.state.model[name], parameter)
 
 
 def test_a_sharded_optimizer_matches_a_whole_one_and_each_rank_saves_a_part() -> None:

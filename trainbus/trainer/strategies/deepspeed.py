@@ -63,6 +63,12 @@ class DeepSpeedStrategy(Strategy):
         self._stage = training.zero_stage
         self.optimizer = task.optimizer(self.model)
         self._names = packing.parameter_names(self.model)
+        for index, members in enumerate(packing.group_names(self.optimizer, self.model)):
+            if self._stage and not members:
+                raise TaskError(
+                    f"parameter group {index} has no trained parameter, which DeepSpeed does not support: "
+                    f"leave it out in {type(task).__name__}.optimizer()"
+                )
         config: dict[str, Any] = {
             # Batches are ours; DeepSpeed only wants three numbers that agree with each other.
             "train_micro_batch_size_per_gpu": 1,
@@ -182,10 +188,13 @@ class DeepSpeedStrategy(Strategy):
         with GatheredParameters([tensor]):
             return tensor.detach().clone()
 
-    def _set_weight(self, tensor: Tensor, whole: Tensor) -> None:
+    def _set_weight(self, tensor: Any, whole: Tensor) -> None:
         if self._stage < 3 or not hasattr(tensor, "ds_id"):
             with torch.no_grad():
                 tensor.copy_(whole)
+            return
+        if not tensor.requires_grad:
+            tensor.ds_tensor.data.copy_(self._partition_of(tensor, whole))
             return
         from deepspeed.utils import safe_set_local_fp32_param
 

@@ -84,7 +84,11 @@ class Task:
         return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Return the learning-rate schedule, stepped once a training step, or None for a constant rate."""
+        """Return the learning-rate schedule, stepped once a training step, or None for a constant rate.
+
+        ``ReduceLROnPlateau`` is stepped after each validation, with ``retention.metric`` (``validation/loss`` unless
+        the request names another). Where parameter groups need schedules of their own, ``LambdaLR`` takes a list.
+        """
         return None
 
     def decode(self, sample: dict[str, bytes]) -> Any:

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from contracts.ranks import CheckpointLine, MetricsLine
 from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset
-from trainbus.task import Task, load_task
+from trainbus.task import Task, TaskError, load_task
 from trainbus.trainer import checkpoint
 from trainbus.trainer.checkpoint import CheckpointError
 from trainbus.trainer.optimizer_state import StateMismatch
@@ -51,13 +51,14 @@ def dataset(tmp_path: Path) -> Dataset:
 def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: Any) -> tuple[Trainer, Outcome]:
     control, resume = options.pop("control", None), options.pop("resume_folder", None)
     run_id = options.pop("run_id", "rtest")
+    settings = options.pop("settings", None) or TrainerSettings(folder, about={"run_id": run_id})
     training = Training.model_validate({"epochs": 3, "global_batch": 16, **options})
     task = task or Linear(dropout=0.2)
     trainer = Trainer(
         task,
         TrainingData(task, dataset, training),
         training,
-        TrainerSettings(folder, about={"run_id": run_id}),
+        settings,
         start=StartPoint(World(), run_id=run_id, resume_folder=resume),
         control=control,
     )
@@ -113,6 +114,49 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         Path(checkpoints(tmp_path / "whole")[-1].folder)
     )
     assert losses(tmp_path / "g1") | losses(tmp_path / "g2") == losses(tmp_path / "whole")
+
+
+class Plateau(Linear):  # type: ignore[misc,valid-type]
+    """Halves the rate after each validation that is not much better than the best one."""
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+
+class GroupRates(Linear):  # type: ignore[misc,valid-type]
+    """Two parameter groups, each with a schedule of its own."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        layers = [{"params": model[number].parameters()} for number in (0, 3)]  # type: ignore[index]
+        return torch.optim.AdamW(layers, lr=self.lr)
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: min(1.0, step / 5)])
+
+
+@pytest.mark.parametrize("task", [Plateau, GroupRates])
+def test_a_schedule_goes_on_where_it_was(dataset: Dataset, tmp_path: Path, task: type[Task]) -> None:
+    often = {"validate_every_steps": 3}
+    whole, _ = train(tmp_path / "whole", dataset, task(dropout=0.2), **often)
+    for step in (2, 6, 11):
+        control = Control()
+        interrupted = type("Interrupted", (StopIn, task), {})(control, step - 1)
+        train(tmp_path / f"first{step}", dataset, interrupted, control=control, **often)
+        last = Path(checkpoints(tmp_path / f"first{step}")[-1].folder)
+        train(tmp_path / f"then{step}", dataset, task(dropout=0.2), resume_folder=last, **often)
+        ends = [Path(checkpoints(tmp_path / name)[-1].folder) for name in (f"then{step}", "whole")]
+        assert digest(ends[0]) == digest(ends[1])
+    rates = [group["lr"] for group in whole.strategy.optimizer.param_groups]
+    assert rates[-1] != rates[0] if task is GroupRates else rates[0] < 0.02
+
+
+def test_a_plateau_of_another_metric_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    settings = TrainerSettings(tmp_path, best_metric="validation/recall")
+    with pytest.raises(TaskError, match=r"monitors retention.metric 'validation/recall'.*it has: validation/accuracy"):
+        train(tmp_path, dataset, Plateau(), settings=settings)
+    settings = TrainerSettings(tmp_path, best_metric="validation/accuracy", best_mode="max")
+    with pytest.raises(TaskError, match="has mode 'min'"):
+        train(tmp_path, dataset, Plateau(), settings=settings)
 
 
 class OneCycle(Linear):  # type: ignore[misc,valid-type]

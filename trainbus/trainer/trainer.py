@@ -27,6 +27,7 @@ from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
+from trainbus.trainer.rate_schedule import RateSchedule
 from trainbus.trainer.start_point import UNREPORTED, StartPoint
 from trainbus.trainer.starvation import StarvationDetector
 from trainbus.trainer.step_agreement import MIN_PREFETCHED_STEPS, StepAgreement, StepBarrier, StepSummary
@@ -117,7 +118,8 @@ class Trainer:
         model = task.model()
         start.load_weights(model)
         self.strategy = make_strategy(task, model, training, self.world)
-        self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
+        scheduler = task.schedule(self.strategy.optimizer, self.total_steps)
+        self.schedule = RateSchedule(scheduler, settings.best_metric, settings.best_mode)
         changed = start.has_other_settings(settings.about, self.total_steps)
         start.load_optimizer(self.strategy, self.schedule, has_other_settings=changed)
         self.ema = start.moving_average(self.strategy, training.ema_decay)
@@ -289,8 +291,7 @@ class Trainer:
             raise TrainingDiverged(f"step {self.progress.step + 1}: {error}") from error
         if self.ema is not None and not result.skipped:
             self.ema.update()
-        if self.schedule is not None:
-            self.schedule.step()
+        self.schedule.step()
         return result
 
     def _advance(self, data: StepData) -> None:
@@ -300,7 +301,7 @@ class Trainer:
         progress.samples_consumed = data.samples_consumed + data.global_samples
         progress.epoch = self.data.sampler.epoch(progress.samples_consumed)
         progress.unfinished = data.samples_consumed
-        progress.schedule = None if self.schedule is None else self.schedule.state_dict()
+        progress.schedule = self.schedule.state_dict()
         self._checkpoints.record_step(progress, self._averages)
         self.data.report_position(progress.samples_consumed)
 
@@ -369,6 +370,8 @@ class Trainer:
         self._validated = (progress.step, metrics)
         if metrics:
             self._metrics.report(progress.step, progress.samples_consumed, metrics)
+        self.schedule.record_validation(metrics)
+        progress.schedule = self.schedule.state_dict()
         return self._best.update(metrics)
 
     def _save_checkpoint(self, *, last: bool = False, final: bool = False) -> None:

@@ -139,17 +139,28 @@ class Task:
         """Return the loss of a batch of n samples: a scalar tensor (shape ``[]``), the MEAN over its n samples.
 
         It must be a mean over samples because ranks and micro-batches hold different numbers of
-        them: the trainer weights each by its count, so that the step is the exact mean over the global batch.
+        them: the trainer weights each by its count, so that the step is the exact mean over the global batch. With
+        ``loss_weight`` it is the mean over what that counts.
         """
         raise TaskError(f"{type(self).__name__} needs a method loss(self, model, batch) that returns a scalar tensor")
+
+    def loss_weight(self, batch: Any) -> float | Tensor:
+        """Return what a batch, on the host, counts for in the mean over the global batch; default: its n samples.
+
+        Override it where ``loss`` is a mean over something else, as the tokens of padded sequences: return their
+        number (Hugging Face's ``num_items_in_batch``). The step is then the exact mean over the tokens of the global
+        batch for any number of ranks. It costs one small exchange before each step. A batch of weight 0 is left out.
+        """
+        raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return what to measure on a batch of n samples, by name. Default: ``{"loss": self.loss(...)}``.
 
         Each value is either a scalar (shape ``[]``), the mean over the n samples, or one value a
         sample (shape ``[n]``). The trainer adds them up weighted by n, in float64, over all batches and
-        ranks, so the result is the exact mean over the split for every world size. What is no mean over samples
-        (perplexity, F1) is measured for the task's ``kind``, or in ``summarize``.
+        ranks, so the result is the exact mean over the split for every world size. With ``loss_weight``, scalars
+        are weighted by it. What is no mean over samples (perplexity, F1) is measured for the task's ``kind``, or in
+        ``summarize``.
         """
         return {"loss": self.loss(model, batch)}
 

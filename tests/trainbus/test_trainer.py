@@ -15,10 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import default_collate
 
 from contracts.ranks import CheckpointLine, MetricsLine
 from contracts.spec.training import Training
-from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
+from tests.trainbus.support import (
+    LINEAR_TASK,
+    REPOSITORY,
+    digits_dataset,
+    journal,
+    linear_dataset,
+    linear_samples,
+    text_dataset,
+)
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task, TaskError, load_task
@@ -335,3 +344,39 @@ def test_the_gpt_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     _, outcome = train(tmp_path / "g1", dataset, task, **{"epochs": None, **spec["training"], "max_steps": 60})
     assert outcome.metrics["validation/bits_per_byte"] < 4.5
     assert outcome.metrics["validation/bits_per_byte"] == pytest.approx(outcome.metrics["validation/loss"] / 0.6931472)
+
+
+class Counted(Linear):  # type: ignore[misc,valid-type]
+    """A mean over the samples of the first class alone, of which some micro-batches have none."""
+
+    def loss_weight(self, batch: Any) -> Tensor:
+        return (batch[1] == 0).sum()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = super().loss(model, [part[batch[1] == 0] for part in batch])
+        return found
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": self.loss(model, batch), "first": (batch[1] == 0).float()}
+
+
+class Uncounted(Counted):
+    def loss_weight(self, batch: Any) -> float:
+        return 0.0
+
+
+def test_a_step_is_the_mean_over_what_counts(dataset: Dataset, tmp_path: Path) -> None:
+    """However its samples are divided: a mean of the slices' means would be another."""
+    rules = {"epochs": 1, "global_batch": 20}
+    whole, _ = train(tmp_path / "whole", dataset, Counted(), **rules)
+    trainer, outcome = train(tmp_path / "sliced", dataset, Counted(), **rules, accumulate=20)
+    assert losses(tmp_path / "sliced") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    for ours, theirs in zip(trainer.strategy.model.parameters(), whole.strategy.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    batch = default_collate([Counted().decode(sample) for _, sample in linear_samples(23, 10_000)])
+    with torch.no_grad():
+        expected = Counted().loss(trainer.strategy.model.eval(), batch)
+    assert outcome.metrics["validation/loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert outcome.metrics["validation/first"] == pytest.approx(float((batch[1] == 0).float().mean()))
+    with pytest.raises(TaskError, match="is 0 for all samples"):
+        train(tmp_path / "none", dataset, Uncounted(), **rules)

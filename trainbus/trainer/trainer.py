@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.environment import enable_determinism
+from trainbus.trainer.loss_weights import weigh_step
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
 from trainbus.trainer.rate_schedule import RateSchedule
 from trainbus.trainer.start_point import UNREPORTED, StartPoint
@@ -247,16 +248,18 @@ class Trainer:
             if leaf == data.leaves[-1].leaf:
                 self._post(losses, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
 
-        self.strategy.begin_step(has_empty=data.has_empty)
+        weights = weigh_step(self.task, data, self._agreement)
+        self.strategy.begin_step(has_empty=weights.has_empty, counted=weights.find_counted(data))
         for leaf in data.leaves:
-            copied_s += self._forward_backward_leaf(leaf, data.global_samples, add_loss)
+            copied_s += self._forward_backward_leaf(leaf, weights.shares[leaf.leaf], add_loss)
         return copied_s
 
     def _forward_backward_leaf(
-        self, data: LeafData, global_samples: int, add_loss: Callable[[int, Tensor], None]
+        self, data: LeafData, shares: Sequence[float], add_loss: Callable[[int, Tensor], None]
     ) -> float:
         """Add the gradient of one leaf; return the seconds of copying to the device.
 
+        ``shares`` are those of its micro-batches in the mean loss; what has none goes through no pass.
         ``add_loss`` gets the leaf's share of the mean loss over the global batch, before the leaf's last backward pass.
         """
         device = self.world.device
@@ -271,11 +274,11 @@ class Trainer:
             if len(losses) == count:
                 add_loss(data.leaf, torch.stack(losses).sum())
 
-        for index, micro in enumerate(data.micro_batches):
+        for index, (micro, weight) in enumerate(zip(data.micro_batches, shares, strict=True)):
             started = time.perf_counter()
-            batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
+            batch = to_device(micro.batch if weight else None, lambda tensor: tensor.to(device, non_blocking=True))
             copied_s += time.perf_counter() - started
-            weight, last = micro.samples / global_samples, index == count - 1
+            last = index == count - 1
             self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last, on_loss=add_micro_loss)
         return copied_s
 

@@ -63,10 +63,12 @@ class Strategy(ABC):
 
     # --- a step ---------------------------------------------------------------------------------
 
-    def begin_step(self, *, has_empty: bool) -> None:  # noqa: B027
-        """Prepare for the step's ``backward`` calls; every rank calls it with the same argument.
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:  # noqa: B027
+        """Prepare for the step's ``backward`` calls; every rank calls it.
 
-        ``has_empty``: a micro-batch has no samples, on this rank or another.
+        Args:
+            has_empty: a micro-batch has no samples that count, on this rank or another; the same on every rank.
+            counted: a batch of this rank with samples that count, on the host; None if it has none.
         """
 
     def backward(

@@ -86,13 +86,18 @@ class DeepSpeedStrategy(Strategy):
         )
         if self._stage:
             self.optimizer = self._zero.optimizer
-        #: What a rank without samples computes on, with no weight: rank 0's first micro-batch of the step.
+        #: What a rank without samples computes on, with no weight: another rank's micro-batch.
         self._stand_in: Any | None = None
-        self._needs_stand_in = False
 
-    def begin_step(self, *, has_empty: bool) -> None:
-        """Note whether the ranks must share a batch: ZeRO communicates in the passes through each module."""
-        self._needs_stand_in = has_empty and self._stage > 0
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:
+        """Send a batch to all ranks where one may need it: ZeRO communicates in the passes through each module."""
+        self._stand_in = None
+        if not has_empty or not self._stage:
+            return
+        holder = self._world.all_gather_objects(counted is not None).index(True)
+        box = [counted if self._world.rank == holder else None]
+        dist.broadcast_object_list(box, src=holder, device=self._world.device)
+        self._stand_in = to_device(box[0], lambda tensor: tensor.to(self._world.device))
 
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
@@ -102,10 +107,7 @@ class DeepSpeedStrategy(Strategy):
             self._engine.step()  # off the boundary it only counts
 
     def _forward(self, batch: Any | None) -> Tensor:
-        if self._needs_stand_in:
-            # Rank 0 has samples in every step. Every rank comes here in its first micro-batch.
-            self._stand_in, self._needs_stand_in = self._world.broadcast_object(_on_host(batch)), False
-        if batch is None and self._stage:
+        if batch is None and self._stand_in is not None:
             return self._forward_stand_in()
         loss: Tensor = self._engine(batch)
         return loss
@@ -113,7 +115,7 @@ class DeepSpeedStrategy(Strategy):
     def _forward_stand_in(self) -> Tensor:
         """Run the passes that the other ranks run; the caller gives this loss no weight."""
         kept = [buffer.clone() for buffer in self.model.buffers()]
-        loss: Tensor = self._engine(to_device(self._stand_in, lambda tensor: tensor.to(self._world.device)))
+        loss: Tensor = self._engine(self._stand_in)
         for buffer, value in zip(self.model.buffers(), kept, strict=True):
             buffer.copy_(value)
         return loss
@@ -128,7 +130,6 @@ class DeepSpeedStrategy(Strategy):
         self._engine.backward(loss)
 
     def step(self, clip_norm: float | None) -> StepResult:
-        self._stand_in = None
         norm: Any = self._step_sharded() if self._stage else self._step_whole(clip_norm)
         norm = torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach()
         return StepResult(norm, skipped=self._scale.enabled and not bool(torch.isfinite(norm)))
@@ -285,10 +286,6 @@ class DeepSpeedStrategy(Strategy):
         else:
             shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
         return list(zip(self.optimizer.param_groups, shards, members, strict=True))
-
-
-def _on_host(batch: Any) -> Any:
-    return to_device(batch, lambda tensor: tensor.cpu())
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -64,7 +64,7 @@ class FSDP2Strategy(Strategy):
         self.model.register_forward_hook(self._after_forward)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
-    def begin_step(self, *, has_empty: bool) -> None:
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:
         """Gather all weights here, for the whole step, where not every rank has a forward pass that would gather them.
 
         The collectives of such a step do not depend on what the passes do: all weights are gathered before the first

@@ -67,9 +67,11 @@ class Task:
         """Return a fresh model. Called once in a process, on every rank with the same seed."""
         raise TaskError(f"{type(self).__name__} needs a method model(self) that returns an nn.Module")
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
+    def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
         """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults.
 
+        Several optimizers (Muon for matrices, AdamW for the rest), each over parameters of its own, become one with the
+        groups of all: that is what ``schedule`` gets.
         Parameters with ``requires_grad`` False (a frozen backbone) may be among them; they keep their values.
         """
         return torch.optim.AdamW(model.parameters())

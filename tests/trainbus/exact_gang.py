@@ -132,12 +132,16 @@ class Case(Task):
     def model(self) -> nn.Module:
         return MODELS[self.name]()
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "lr": 0.003, "weight_decay": 0.0}]
         if self.optimizer_kind == "sgd":
             return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        if self.optimizer_kind == "two":
+            return [torch.optim.SGD(decayed, lr=0.05, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+        if self.optimizer_kind == "muon":
+            return [torch.optim.Muon(decayed, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
         if self.optimizer_kind == "lbfgs":
             return torch.optim.LBFGS(model.parameters())
         if self.optimizer_kind == "adagrad":

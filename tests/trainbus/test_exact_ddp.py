@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trainbus.exact_gang import MODELS, Case, gang
+from tests.trainbus.exact_gang import MODELS, Case, digest, gang
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import PIECE
 from trainbus.trainer.strategies import make_strategy
@@ -113,6 +113,25 @@ def test_plain_data_parallel_training_differs() -> None:
     """The negative control: without the tree the number of processes shows in the bits."""
     case = Case("gpt", rules={"logical_ranks": None})
     assert gang(case, 1, range(2)).digest != gang(case, 2, range(2)).digest
+
+
+def test_several_optimizers() -> None:
+    """Each steps its own parameters; their state goes from one strategy to another."""
+    ddp = {"strategy": "ddp"}
+    whole, middle = (gang(Case("gpt", "two", ddp), 1, range(steps)) for steps in (3, 1))
+    assert {key.rpartition("/")[2] for key in whole.state.optimizer.tensors} == {
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
+    for strategy in ("zero1", "fsdp2"):
+        assert gang(Case("gpt", "two", {"strategy": strategy}), 2, range(1, 3), middle.state).digest == whole.digest
+    muon = gang(Case("mlp", "muon", ddp), 1, range(1)).state
+    assert gang(Case("mlp", "muon", ddp), 2, range(1)).digest == digest(muon)
+    case = Case("mlp", "muon", {"strategy": "zero1"})
+    with pytest.raises(TaskError, match="Muon"):
+        make_strategy(case, case.model(), case.training(), World())
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_by_name() -> None:

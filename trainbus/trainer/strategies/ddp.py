@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contracts.spec.training import Training
 from trainbus.task import Task
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.world import World
 
@@ -22,7 +23,7 @@ class DDPStrategy(Strategy):
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
         super().__init__(task, model, training, world)
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._ddp: DistributedDataParallel | None = None
         if world.size > 1:

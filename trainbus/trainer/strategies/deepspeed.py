@@ -22,6 +22,7 @@ from contracts.spec.training import Training
 from trainbus.data.loader import to_device
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.training_state import Kind, StateEntry, local_entries
@@ -61,7 +62,11 @@ class DeepSpeedStrategy(Strategy):
         deepspeed = import_deepspeed(world.device)
         super().__init__(task, model, training, world)
         self._stage = training.zero_stage
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
+        if len(list_optimizers(self.optimizer)) > 1:
+            raise TaskError(
+                "training.strategy 'deepspeed' takes one optimizer: give it parameter groups, or use another strategy"
+            )
         self._names = packing.parameter_names(self.model)
         for index, members in enumerate(packing.group_names(self.optimizer, self.model)):
             if self._stage and not members:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.gradient_tree import GradientTree
@@ -43,7 +44,7 @@ class ExactDDPStrategy(Strategy):
         # By parameter, from the first registered on: the order of the sum must not depend on buckets.
         slots = sorted((s for bucket in self._tree.buckets for s in bucket.slots), key=lambda slot: slot.index)
         self._slots: list[Slot] = slots
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
         self._sharded = ShardedOptimizer(self.optimizer, self.model, self._named, self._tree) if sharded else None
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
 from trainbus.task import Task
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
 from trainbus.trainer.exact.norm import clip_factor, global_norm
@@ -57,7 +58,7 @@ class FSDP2Strategy(Strategy):
         self._is_explicit = False
         #: Another rank may use other modules, whose collectives this rank then runs too.
         self._always_explicit = task.find_unused_parameters
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
         if exact:
             check_elementwise(self.optimizer, training.strategy)
         # What was gathered for a measurement must not outlive it: the weights may be others when training goes on.

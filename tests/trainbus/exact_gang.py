@@ -100,6 +100,20 @@ class Frozen(Gpt):
         self.unused = nn.ModuleList([nn.Linear(4, 4)])
 
 
+class Unused(Gpt):
+    """Without dropout, and with a last block that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Unused:
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(x)) + self.blocks[1](self.embedding(x)))  # type: ignore[no-any-return]
+
+
 class Routed(Gpt):
     """Each batch chooses the blocks that it goes through."""
 
@@ -111,9 +125,16 @@ class Routed(Gpt):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt, "frozen": Frozen, "routed": Routed}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "gpt": Gpt,
+    "frozen": Frozen,
+    "routed": Routed,
+    "unused": Unused,
+}
 #: Models of text.
-TEXT = {"gpt", "frozen", "routed"}
+TEXT = {"gpt", "frozen", "routed", "unused"}
 
 
 @dataclass(frozen=True)
@@ -124,10 +145,11 @@ class Case(Task):
     optimizer_kind: str = "adamw"
     rules: dict[str, Any] = field(default_factory=dict)
     batch_size: int = BATCH
+    finds_unused: bool = False
 
     @property
     def find_unused_parameters(self) -> bool:  # type: ignore[override]
-        return self.name == "routed"
+        return self.finds_unused or self.name == "routed"
 
     def model(self) -> nn.Module:
         return MODELS[self.name]()

@@ -90,6 +90,17 @@ def test_frozen_and_unused_parameters(model: str) -> None:
             assert torch.equal(whole.state.model[name], parameter)
 
 
+def test_unused_parameters_in_fast_mode() -> None:
+    """DDP finds them if the task asks for it; else the error names the first one, and the attribute."""
+    fast = {"logical_ranks": None}
+    with pytest.raises(AssertionError, match=r"'blocks\.2\.[^']*' has no part in the loss.*find_unused_parameters"):
+        gang(Case("unused", "sgd", fast), 2, range(1))
+    several = gang(Case("unused", "sgd", fast, finds_unused=True), 2, range(2))
+    alone = gang(Case("unused", "sgd", {**fast, "accumulate": 2}), 1, range(2))
+    for name, tensor in alone.state.model.items():
+        torch.testing.assert_close(several.state.model[name], tensor, rtol=1e-3, atol=1e-4)
+
+
 def test_a_sharded_optimizer_matches_a_whole_one_and_each_rank_saves_a_part() -> None:
     whole = gang(Case("mlp", rules={"clip_norm": 0.1}), 1, range(2))
     sharded = gang(Case("mlp", rules={"clip_norm": 0.1, "strategy": "zero1"}), 2, range(2))

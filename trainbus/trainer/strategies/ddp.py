@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contracts.spec.training import Training
-from trainbus.task import Task
+from trainbus.task import Task, TaskError
 from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.world import World
@@ -25,6 +25,7 @@ class DDPStrategy(Strategy):
         super().__init__(task, model, training, world)
         self.optimizer = make_optimizer(task, self.model)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._finds_unused = task.find_unused_parameters
         self._ddp: DistributedDataParallel | None = None
         if world.size > 1:
             self._loss = self._ddp = DistributedDataParallel(
@@ -43,6 +44,8 @@ class DDPStrategy(Strategy):
         (loss * (self._world.size * self._scale.scale)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, clip_norm: float | None) -> StepResult:
+        if self._ddp is not None and not self._finds_unused:
+            self._check_used()
         if self._scale.enabled:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
@@ -51,3 +54,12 @@ class DDPStrategy(Strategy):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm.detach().double(), skipped=not taken)
+
+    def _check_used(self) -> None:
+        """Raise ``TaskError`` if DDP still waits for the gradient of a parameter that the loss does not use."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise TaskError(
+                    f"the parameter {name!r} has no part in the loss: set find_unused_parameters = True in the task, "
+                    "or the parameter's requires_grad to False"
+                )

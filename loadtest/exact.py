@@ -31,6 +31,7 @@ from loadtest.common import report
 from tests.trainbus.exact_gang import Case, gang
 from trainbus.process_exit import hard_exit
 from trainbus.task import Task
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.strategies.exact_ddp import ExactDDPStrategy
 from trainbus.trainer.world import World
@@ -122,7 +123,7 @@ def _cost_rank(
     exact = ExactDDPStrategy(task, task.model(), Training.model_validate(rules), world)
     model = task.model()
     plain = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.size > 1 else model
-    optimizer = task.optimizer(model)
+    optimizer = make_optimizer(task, model)
 
     def exact_step() -> None:
         for leaf in exact.leaves:

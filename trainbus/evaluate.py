@@ -95,7 +95,7 @@ def _load_model(launch: Launch, folder: Path, task: Task, world: World) -> nn.Mo
     if world.size > 1 and training is not None and training.strategy in SHARDED:
         from trainbus.trainer.strategies.fsdp2 import shard_for_inference
 
-        return shard_for_inference(model, world)
+        return shard_for_inference(model, task, world)
     return model.to(world.device)
 
 

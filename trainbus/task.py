@@ -9,7 +9,7 @@ import io
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -56,7 +56,8 @@ class Task:
     classes: tuple[str, ...] = ()
     #: Likewise: mean, deviation and range of each numeric field, or channel, over the train split (docs/datasets.md).
     statistics: Mapping[str, FieldStatistics] = MappingProxyType({})
-    #: True lets DDP cope with parameters that some steps do not use, at the cost of a walk through the graph.
+    #: True lets ranks use different parameters in one step (experts, routing), or some steps leave some out. It costs
+    #: DDP a walk through the graph, and FSDP2 the memory for all gathered weights.
     find_unused_parameters: bool = False
     #: What evaluation measures besides ``metrics``, from all predictions at once: accuracy, macro_f1, auc and
     #: calibration_error; rmse, mae and r2; ndcg and mrr; perplexity and token_accuracy (docs/promotion.md).
@@ -66,12 +67,30 @@ class Task:
         """Return a fresh model. Called once in a process, on every rank with the same seed."""
         raise TaskError(f"{type(self).__name__} needs a method model(self) that returns an nn.Module")
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults."""
+    def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+        """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults.
+
+        Several optimizers (Muon for matrices, AdamW for the rest), each over parameters of its own, become one with the
+        groups of all: that is what ``schedule`` gets.
+        Parameters with ``requires_grad`` False (a frozen backbone) may be among them; they keep their values.
+        """
         return torch.optim.AdamW(model.parameters())
 
+    def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        """Return the modules that FSDP2 shards one at a time, as an auto wrap policy does; None: the repeated blocks.
+
+        Each is gathered for its own forward and backward, the rest of the model with the root. Every step calls each
+        of them as a module, on every rank. Repeated blocks are the entries of the outermost ``ModuleList``, and those
+        of a ``Sequential`` or ``ModuleDict`` that have parts of their own and a class in common.
+        """
+        return None
+
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Return the learning-rate schedule, stepped once a training step, or None for a constant rate."""
+        """Return the learning-rate schedule, stepped once a training step, or None for a constant rate.
+
+        ``ReduceLROnPlateau`` is stepped after each validation, with ``retention.metric`` (``validation/loss`` unless
+        the request names another). Where parameter groups need schedules of their own, ``LambdaLR`` takes a list.
+        """
         return None
 
     def decode(self, sample: dict[str, bytes]) -> Any:
@@ -122,17 +141,28 @@ class Task:
         """Return the loss of a batch of n samples: a scalar tensor (shape ``[]``), the MEAN over its n samples.
 
         It must be a mean over samples because ranks and micro-batches hold different numbers of
-        them: the trainer weights each by its count, so that the step is the exact mean over the global batch.
+        them: the trainer weights each by its count, so that the step is the exact mean over the global batch. With
+        ``loss_weight`` it is the mean over what that counts.
         """
         raise TaskError(f"{type(self).__name__} needs a method loss(self, model, batch) that returns a scalar tensor")
+
+    def loss_weight(self, batch: Any) -> float | Tensor:
+        """Return what a batch, on the host, counts for in the mean over the global batch; default: its n samples.
+
+        Override it where ``loss`` is a mean over something else, as the tokens of padded sequences: return their
+        number (Hugging Face's ``num_items_in_batch``). The step is then the exact mean over the tokens of the global
+        batch for any number of ranks. It costs one small exchange before each step. A batch of weight 0 is left out.
+        """
+        raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return what to measure on a batch of n samples, by name. Default: ``{"loss": self.loss(...)}``.
 
         Each value is either a scalar (shape ``[]``), the mean over the n samples, or one value a
         sample (shape ``[n]``). The trainer adds them up weighted by n, in float64, over all batches and
-        ranks, so the result is the exact mean over the split for every world size. What is no mean over samples
-        (perplexity, F1) is measured for the task's ``kind``, or in ``summarize``.
+        ranks, so the result is the exact mean over the split for every world size. With ``loss_weight``, scalars
+        are weighted by it. What is no mean over samples (perplexity, F1) is measured for the task's ``kind``, or in
+        ``summarize``.
         """
         return {"loss": self.loss(model, batch)}
 

@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from contracts.spec.training import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
-from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.strategies import (
+    fsdp2,  # noqa: F401  (the forked ranks need not import it each)
+    make_strategy,
+)
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World, seed_all
@@ -74,7 +77,64 @@ class Gpt(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt}
+class Adapter(nn.Linear):
+    """A frozen layer with a trained low-rank addition, as LoRA has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Frozen(Gpt):
+    """A frozen embedding and block, an adapter, and a block that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].linear2 = nn.Sequential(nn.Linear(256, 64), Adapter(64))
+        self.unused = nn.ModuleList([nn.Linear(4, 4)])
+
+
+class Unused(Gpt):
+    """Without dropout, and with a last block that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Unused:
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(x)) + self.blocks[1](self.embedding(x)))  # type: ignore[no-any-return]
+
+
+class Routed(Gpt):
+    """Each batch chooses the blocks that it goes through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for number, block in enumerate(self.blocks):
+            if (int(x.sum()) + number) % 2:
+                hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "gpt": Gpt,
+    "frozen": Frozen,
+    "routed": Routed,
+    "unused": Unused,
+}
+#: Models of text.
+TEXT = {"gpt", "frozen", "routed", "unused"}
 
 
 @dataclass(frozen=True)
@@ -84,16 +144,26 @@ class Case(Task):
     name: str
     optimizer_kind: str = "adamw"
     rules: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = BATCH
+    finds_unused: bool = False
+
+    @property
+    def find_unused_parameters(self) -> bool:  # type: ignore[override]
+        return self.finds_unused or self.name == "routed"
 
     def model(self) -> nn.Module:
         return MODELS[self.name]()
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "lr": 0.003, "weight_decay": 0.0}]
         if self.optimizer_kind == "sgd":
             return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        if self.optimizer_kind == "two":
+            return [torch.optim.SGD(decayed, lr=0.05, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+        if self.optimizer_kind == "muon":
+            return [torch.optim.Muon(decayed, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
         if self.optimizer_kind == "lbfgs":
             return torch.optim.LBFGS(model.parameters())
         if self.optimizer_kind == "adagrad":
@@ -101,7 +171,7 @@ class Case(Task):
         return torch.optim.AdamW(groups, lr=0.01)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        if self.name == "gpt":
+        if self.name in TEXT:
             return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
@@ -110,7 +180,7 @@ class Case(Task):
 
     def batch(self, step: int, start: int, stop: int) -> Any:
         generator = torch.Generator().manual_seed(step)
-        if self.name == "gpt":
+        if self.name in TEXT:
             return torch.randint(0, 32, (BATCH, 17), generator=generator)[start:stop]
         x = torch.randn(BATCH, 64, generator=generator)
         return x[start:stop], x[start:stop, :10].argmax(1)
@@ -125,16 +195,18 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
         strategy.load_state(state)
     strategy.model.train()
     norms = []
+    size = case.batch_size
+    pieces = min(training.accumulate, -(-size // strategy.leaf_count))
     for step in steps:
+        strategy.begin_step(has_empty=pieces > size // strategy.leaf_count)
         for leaf in strategy.leaves:
             seed_all(training.seed, step, leaf)
-            start, stop = slice_bounds(BATCH, strategy.leaf_count, leaf)
-            pieces = min(training.accumulate, max(1, stop - start))
+            start, stop = slice_bounds(size, strategy.leaf_count, leaf)
             for piece in range(pieces):
                 low, high = slice_bounds(stop - start, pieces, piece)
                 batch = case.batch(step, start + low, start + high) if high > low else None
                 first, last = piece == 0, piece == pieces - 1
-                strategy.backward(batch, (high - low) / BATCH, leaf=leaf, first=first, last=last)
+                strategy.backward(batch, (high - low) / size, leaf=leaf, first=first, last=last)
         norms.append(float(strategy.step(training.clip_norm).grad_norm))
     return strategy, norms
 
@@ -200,7 +272,7 @@ def gang(case: Case, world_size: int, steps: range, state: State | None = None) 
 def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | None, folder: str) -> None:
     try:
         torch.set_num_threads(1)
-        if world_size > 1:
+        if world_size > 1 or case.training().strategy == "fsdp2":
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         world = World(rank, world_size, 0)
         strategy, norms = train(case, world, steps, state)

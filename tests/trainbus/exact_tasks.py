@@ -172,3 +172,19 @@ class GPT(Task):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         text = batch[:, : self.context + 1]
         return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+class PaddedGPT(GPT):
+    """Texts of 0 to ``context`` bytes, padded; the loss is the mean over bytes that are no padding."""
+
+    def loss_weight(self, batch: Tensor) -> Tensor:
+        return self._targets(batch).ge(0).sum()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        logits = model(batch[:, : self.context])
+        return F.cross_entropy(logits.flatten(0, 1), self._targets(batch).flatten(), ignore_index=-1)
+
+    def _targets(self, batch: Tensor) -> Tensor:
+        places = torch.arange(self.context, device=batch.device)
+        is_padding = places >= (batch[:, :1] % (self.context + 1))
+        return batch[:, 1 : self.context + 1].masked_fill(is_padding, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from contracts.ranks import EndedLine
 from tests.trainbus.support import (
+    LINEAR_TASK,
     Gang,
     Warm,
     journal,
@@ -21,16 +23,64 @@ from tests.trainbus.support import (
 )
 from trainbus.data.dataset import Dataset
 from trainbus.trainer.checkpoint import load_tensors
+from trainbus.trainer.strategies.base import INITIAL_SCALE
 
 pytestmark = pytest.mark.shell
 
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
 
 
-def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Path | None = None, **rules: Any) -> Path:
+#: The loss is so large that gradients overflow in fp16 until its scale has gone down.
+LOUD_TASK = f"""{LINEAR_TASK}
+
+class Loud(Linear):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * 1000
+"""
+
+#: The first layer is frozen; the second task makes it a parameter group of its own.
+FROZEN_TASK = f"""{LINEAR_TASK}
+
+class Frozen(Linear):
+    def model(self):
+        model = super().model()
+        model[0].requires_grad_(False)
+        return model
+
+class FrozenGroup(Frozen):
+    def optimizer(self, model):
+        return torch.optim.AdamW([{{"params": model[0].parameters()}}, {{"params": model[3].parameters()}}], lr=self.lr)
+"""
+
+#: A mean over the samples of the first class, of which many micro-batches have none.
+COUNTED_TASK = f"""{LINEAR_TASK}
+
+class Counted(Linear):
+    def loss_weight(self, batch):
+        return (batch[1] == 0).sum()
+
+    def loss(self, model, batch):
+        return super().loss(model, [part[batch[1] == 0] for part in batch])
+
+    def metrics(self, model, batch):
+        return {{}}
+"""
+
+
+def run(
+    warm: Warm,
+    folder: Path,
+    dataset: Dataset,
+    world_size: int,
+    resume: Path | None = None,
+    *,
+    task: str = "task:Linear",
+    source: str = LINEAR_TASK,
+    **rules: Any,
+) -> Path:
     """Train in processes of their own; return the last checkpoint's folder."""
-    spec = request(training={"clip_norm": 0.5, **rules}, params={"lr": 0.01})
-    code = write_task(folder.parent / "code")
+    spec = request(training={"clip_norm": 0.5, **rules}, params={"lr": 0.01}, task=task)
+    code = write_task(folder.parent / "code", source)
     launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=resume)
     gang = Gang(warm, folder, launch, world_size)
     assert gang.wait() == [0] * world_size, gang.logs()[-3000:]
@@ -52,6 +102,60 @@ def test_zero_matches_ddp_and_resumes_on_fewer_ranks(warm: Warm, tmp_path: Path,
         torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
     for name, tensor in load_tensors(reference, "optimizer").items():
         torch.testing.assert_close(optimizer[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "task"), [(0, "Linear"), (2, "Linear"), (3, "Linear"), (3, "Counted")])
+def test_a_rank_without_samples(warm: Warm, tmp_path: Path, stage: int, task: str) -> None:
+    """A micro-batch of some ranks is empty in each step, and a whole rank in the last."""
+    dataset = linear_dataset(tmp_path / "data", train=23)
+    rules = {"epochs": 1, "global_batch": 7, "accumulate": 3, "task": f"task:{task}", "source": COUNTED_TASK}
+    end = run(warm, tmp_path / "g1", dataset, 3, strategy="deepspeed", zero_stage=stage, **rules)
+    alone = run(warm, tmp_path / "alone", dataset, 1, **rules)
+    model = load_tensors(end, "model")
+    for name, tensor in load_tensors(alone, "model").items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_fp16_has_a_loss_scale(warm: Warm, tmp_path: Path, stage: int) -> None:
+    """Steps whose gradient overflows are skipped as under DDP, and the scale is saved."""
+    dataset = linear_dataset(tmp_path / "data", train=160)
+    rules = {"precision": "fp16", "epochs": 1, "task": "task:Loud", "source": LOUD_TASK}
+    end = run(warm, tmp_path / "g1", dataset, 2, strategy="deepspeed", zero_stage=stage, **rules)
+    whole = run(warm, tmp_path / "ddp", dataset, 2, **rules)
+    saved, expected = (json.loads((folder / "state.json").read_text()) for folder in (end, whole))
+    assert saved["scaler"] == expected["scaler"]
+    assert saved["scaler"]["scale"] < INITIAL_SCALE
+    model = load_tensors(end, "model")
+    for name, tensor in load_tensors(whole, "model").items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_parameters(warm: Warm, tmp_path: Path, stage: int) -> None:
+    """They are saved, keep their values, and a checkpoint goes from one strategy to the other."""
+    dataset = linear_dataset(tmp_path / "data")
+    rules = {"task": "task:Frozen", "source": FROZEN_TASK, "epochs": None}
+    deepspeed = {"strategy": "deepspeed", "zero_stage": stage}
+    half = run(warm, tmp_path / "g1", dataset, 2, **deepspeed, **rules, max_steps=4)
+    end = run(warm, tmp_path / "g2", dataset, 1, half, **rules, max_steps=8)
+    whole = run(warm, tmp_path / "d1", dataset, 1, **rules, max_steps=4)
+    whole = run(warm, tmp_path / "d2", dataset, 2, whole, **deepspeed, **rules, max_steps=8)
+    first, model, expected = (load_tensors(folder, "model") for folder in (half, end, whole))
+    assert torch.equal(model["0.weight"], first["0.weight"])
+    assert model.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_group_without_trained_parameters_is_refused(warm: Warm, tmp_path: Path) -> None:
+    dataset = linear_dataset(tmp_path / "data")
+    spec = request(training={"strategy": "deepspeed", "zero_stage": 1}, task="task:FrozenGroup")
+    launch = write_launch(tmp_path / "g1", spec, dataset, write_task(tmp_path / "code", FROZEN_TASK))
+    assert Gang(warm, tmp_path / "g1", launch, 1).wait() == [1]
+    line = journal(tmp_path / "g1")[-1]
+    assert isinstance(line, EndedLine)
+    assert "parameter group 0 has no trained parameter" in line.error
 
 
 def _reference(folder: Path, dataset: Dataset) -> Path:

@@ -14,14 +14,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import default_collate
 
 from contracts.ranks import CheckpointLine, MetricsLine
 from contracts.spec.training import Training
-from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
+from tests.trainbus.support import (
+    LINEAR_TASK,
+    REPOSITORY,
+    digits_dataset,
+    journal,
+    linear_dataset,
+    linear_samples,
+    text_dataset,
+)
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset
-from trainbus.task import Task, load_task
+from trainbus.task import Task, TaskError, load_task
 from trainbus.trainer import checkpoint
 from trainbus.trainer.checkpoint import CheckpointError
 from trainbus.trainer.optimizer_state import StateMismatch
@@ -51,13 +60,14 @@ def dataset(tmp_path: Path) -> Dataset:
 def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: Any) -> tuple[Trainer, Outcome]:
     control, resume = options.pop("control", None), options.pop("resume_folder", None)
     run_id = options.pop("run_id", "rtest")
+    settings = options.pop("settings", None) or TrainerSettings(folder, about={"run_id": run_id})
     training = Training.model_validate({"epochs": 3, "global_batch": 16, **options})
     task = task or Linear(dropout=0.2)
     trainer = Trainer(
         task,
         TrainingData(task, dataset, training),
         training,
-        TrainerSettings(folder, about={"run_id": run_id}),
+        settings,
         start=StartPoint(World(), run_id=run_id, resume_folder=resume),
         control=control,
     )
@@ -113,6 +123,49 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         Path(checkpoints(tmp_path / "whole")[-1].folder)
     )
     assert losses(tmp_path / "g1") | losses(tmp_path / "g2") == losses(tmp_path / "whole")
+
+
+class Plateau(Linear):  # type: ignore[misc,valid-type]
+    """Halves the rate after each validation that is not much better than the best one."""
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+
+class GroupRates(Linear):  # type: ignore[misc,valid-type]
+    """Two parameter groups, each with a schedule of its own."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        layers = [{"params": model[number].parameters()} for number in (0, 3)]  # type: ignore[index]
+        return torch.optim.AdamW(layers, lr=self.lr)
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: min(1.0, step / 5)])
+
+
+@pytest.mark.parametrize("task", [Plateau, GroupRates])
+def test_a_schedule_goes_on_where_it_was(dataset: Dataset, tmp_path: Path, task: type[Task]) -> None:
+    often = {"validate_every_steps": 3}
+    whole, _ = train(tmp_path / "whole", dataset, task(dropout=0.2), **often)
+    for step in (2, 6, 11):
+        control = Control()
+        interrupted = type("Interrupted", (StopIn, task), {})(control, step - 1)
+        train(tmp_path / f"first{step}", dataset, interrupted, control=control, **often)
+        last = Path(checkpoints(tmp_path / f"first{step}")[-1].folder)
+        train(tmp_path / f"then{step}", dataset, task(dropout=0.2), resume_folder=last, **often)
+        ends = [Path(checkpoints(tmp_path / name)[-1].folder) for name in (f"then{step}", "whole")]
+        assert digest(ends[0]) == digest(ends[1])
+    rates = [group["lr"] for group in whole.strategy.optimizer.param_groups]
+    assert rates[-1] != rates[0] if task is GroupRates else rates[0] < 0.02
+
+
+def test_a_plateau_of_another_metric_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    settings = TrainerSettings(tmp_path, best_metric="validation/recall")
+    with pytest.raises(TaskError, match=r"monitors retention.metric 'validation/recall'.*it has: validation/accuracy"):
+        train(tmp_path, dataset, Plateau(), settings=settings)
+    settings = TrainerSettings(tmp_path, best_metric="validation/accuracy", best_mode="max")
+    with pytest.raises(TaskError, match="has mode 'min'"):
+        train(tmp_path, dataset, Plateau(), settings=settings)
 
 
 class OneCycle(Linear):  # type: ignore[misc,valid-type]
@@ -291,3 +344,39 @@ def test_the_gpt_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     _, outcome = train(tmp_path / "g1", dataset, task, **{"epochs": None, **spec["training"], "max_steps": 60})
     assert outcome.metrics["validation/bits_per_byte"] < 4.5
     assert outcome.metrics["validation/bits_per_byte"] == pytest.approx(outcome.metrics["validation/loss"] / 0.6931472)
+
+
+class Counted(Linear):  # type: ignore[misc,valid-type]
+    """A mean over the samples of the first class alone, of which some micro-batches have none."""
+
+    def loss_weight(self, batch: Any) -> Tensor:
+        return (batch[1] == 0).sum()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = super().loss(model, [part[batch[1] == 0] for part in batch])
+        return found
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": self.loss(model, batch), "first": (batch[1] == 0).float()}
+
+
+class Uncounted(Counted):
+    def loss_weight(self, batch: Any) -> float:
+        return 0.0
+
+
+def test_a_step_is_the_mean_over_what_counts(dataset: Dataset, tmp_path: Path) -> None:
+    """However its samples are divided: a mean of the slices' means would be another."""
+    rules = {"epochs": 1, "global_batch": 20}
+    whole, _ = train(tmp_path / "whole", dataset, Counted(), **rules)
+    trainer, outcome = train(tmp_path / "sliced", dataset, Counted(), **rules, accumulate=20)
+    assert losses(tmp_path / "sliced") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    for ours, theirs in zip(trainer.strategy.model.parameters(), whole.strategy.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    batch = default_collate([Counted().decode(sample) for _, sample in linear_samples(23, 10_000)])
+    with torch.no_grad():
+        expected = Counted().loss(trainer.strategy.model.eval(), batch)
+    assert outcome.metrics["validation/loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert outcome.metrics["validation/first"] == pytest.approx(float((batch[1] == 0).float().mean()))
+    with pytest.raises(TaskError, match="is 0 for all samples"):
+        train(tmp_path / "none", dataset, Uncounted(), **rules)

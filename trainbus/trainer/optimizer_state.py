@@ -34,9 +34,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def group_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of each group's parameters."""
+    """Return the names of each group's trained parameters; frozen ones have no state."""
     names = parameter_names(model)
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [
+        [names[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
+        for group in optimizer.param_groups
+    ]
 
 
 def pack_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -68,11 +71,15 @@ def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
 
 
 def check_groups(state: OptimizerState, names: Sequence[Sequence[str]]) -> None:
-    """Raise ``StateMismatch`` unless the checkpoint's groups hold the same parameters."""
+    """Raise ``StateMismatch`` unless the checkpoint's groups hold the same parameters.
+
+    Older checkpoints also list frozen parameters, which have no state.
+    """
+    stateful = {name_and_key.rpartition("/")[0] for name_and_key in state.tensors} | state.values.keys()
     if len(state.groups) != len(names):
         raise StateMismatch(f"the checkpoint has {len(state.groups)} parameter groups, the optimizer {len(names)}")
     for index, (group, members) in enumerate(zip(state.groups, names, strict=True)):
-        differ = set(group["params"]) ^ set(members)
+        differ = (set(group["params"]) & (stateful | set(members))) ^ set(members)
         if differ:
             raise StateMismatch(f"parameter group {index} differs at {sorted(differ)[0]!r}")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from contracts.exactness import TIMED
 from trainbus.data.order import LaneOrder
@@ -17,6 +15,7 @@ from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
 from trainbus.trainer.checkpoint.weights import put_model
 from trainbus.trainer.optimizer_state import pack_groups, restore_groups
+from trainbus.trainer.rate_schedule import RateSchedule
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore, load_newest_state
 from trainbus.trainer.training_state import MovingAverage
@@ -103,9 +102,7 @@ class StartPoint:
         elif self._init is not None:
             load_initial_weights(self._init.folder, model, self._init.exclude)
 
-    def load_optimizer(
-        self, strategy: Strategy, schedule: LRScheduler | None, *, has_other_settings: bool = False
-    ) -> None:
+    def load_optimizer(self, strategy: Strategy, schedule: RateSchedule, *, has_other_settings: bool = False) -> None:
         """Load the optimizer, the loss scale and the schedule.
 
         ``has_other_settings``: the hyperparameters stay as the task has set them, and the schedule is the task's own,
@@ -118,9 +115,8 @@ class StartPoint:
         strategy.load_state(self._state)
         if has_other_settings:
             restore_groups(groups, fresh)
-            if schedule is not None:
-                _advance_schedule(schedule, self.progress.step)
-        elif schedule is not None and self.progress.schedule is not None:
+            schedule.skip_steps(self.progress.step)
+        else:
             schedule.load_state_dict(self.progress.schedule)
 
     def has_other_settings(self, run: Mapping[str, Any], total_steps: int) -> bool:
@@ -151,12 +147,3 @@ class StartPoint:
         timed = TIMED in here
         exactness = environment.classify_exactness(logical_ranks, digests, parent, self._run_id, is_timed=timed)
         return {**run, "exactness": exactness, "environment_digest": digests[0]}
-
-
-def _advance_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Bring a new schedule to where it is after that many steps."""
-    with warnings.catch_warnings():
-        # It follows no optimizer's steps here.
-        warnings.simplefilter("ignore")
-        for _ in range(steps):
-            schedule.step()

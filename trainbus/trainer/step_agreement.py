@@ -167,6 +167,16 @@ class StepAgreement:
         flags = self._world.all_reduce(torch.tensor([float(lacking), float(stop)], device=self._world.device))
         return flags[0].item() > 0, flags[1].item() > 0
 
+    def sum_weights(self, weights: Mapping[int, float], has_empty: bool) -> tuple[float, bool]:
+        """Return the sum of all leaves' weights, and whether any rank has an empty micro-batch; every rank calls it.
+
+        ``weights`` are those of this rank's leaves.
+        """
+        places = [float(has_empty), *(weights.get(leaf, 0.0) for leaf in range(self._leaf_count))]
+        numbers = torch.tensor(places, dtype=torch.float64, device=self._world.device)
+        values: list[float] = self._world.all_reduce(numbers).tolist()
+        return sum_in_order(values[1:]), values[0] > 0
+
 
 class StepBarrier:
     """Holds all ranks before a step until each of them has its samples, so that all begin it or none does.

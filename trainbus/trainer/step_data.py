@@ -33,6 +33,8 @@ class StepData:
     samples_consumed: int  # before the step
     global_samples: int
     leaves: tuple[LeafData, ...]
+    #: A micro-batch of some leaf, of this rank or another, has no samples.
+    has_empty: bool = False
 
     @property
     def own_samples(self) -> int:
@@ -63,10 +65,11 @@ class StepLoader:
 
     def _start(self, samples_consumed: int, batch: int) -> Callable[[], StepData]:
         leaves = [(leaf, self._start_leaf(leaf, samples_consumed, batch)) for leaf in self.leaves]
+        has_empty = self._pieces(batch) > batch // self.leaf_count
 
         def result() -> StepData:
             done = tuple(LeafData(leaf, tuple(micro() for micro in micros)) for leaf, micros in leaves)
-            return StepData(samples_consumed, batch, done)
+            return StepData(samples_consumed, batch, done, has_empty)
 
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +27,9 @@ from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.environment import enable_determinism
+from trainbus.trainer.loss_weights import weigh_step
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
+from trainbus.trainer.rate_schedule import RateSchedule
 from trainbus.trainer.start_point import UNREPORTED, StartPoint
 from trainbus.trainer.starvation import StarvationDetector
 from trainbus.trainer.step_agreement import MIN_PREFETCHED_STEPS, StepAgreement, StepBarrier, StepSummary
@@ -114,7 +116,8 @@ class Trainer:
         model = task.model()
         start.load_weights(model)
         self.strategy = make_strategy(task, model, training, self.world)
-        self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
+        scheduler = task.schedule(self.strategy.optimizer, self.total_steps)
+        self.schedule = RateSchedule(scheduler, settings.best_metric, settings.best_mode)
         changed = start.has_other_settings(settings.about, self.total_steps)
         start.load_optimizer(self.strategy, self.schedule, has_other_settings=changed)
         self.ema = start.moving_average(self.strategy, training.ema_decay)
@@ -242,15 +245,18 @@ class Trainer:
             if leaf == data.leaves[-1].leaf:
                 self._post(losses, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
 
+        weights = weigh_step(self.task, data, self._agreement)
+        self.strategy.begin_step(has_empty=weights.has_empty, counted=weights.find_counted(data))
         for leaf in data.leaves:
-            copied_s += self._forward_backward_leaf(leaf, data.global_samples, add_loss)
+            copied_s += self._forward_backward_leaf(leaf, weights.shares[leaf.leaf], add_loss)
         return copied_s
 
     def _forward_backward_leaf(
-        self, data: LeafData, global_samples: int, add_loss: Callable[[int, Tensor], None]
+        self, data: LeafData, shares: Sequence[float], add_loss: Callable[[int, Tensor], None]
     ) -> float:
         """Add the gradient of one leaf; return the seconds of copying to the device.
 
+        ``shares`` are those of its micro-batches in the mean loss; what has none goes through no pass.
         ``add_loss`` gets the leaf's share of the mean loss over the global batch, before the leaf's last backward pass.
         """
         device = self.world.device
@@ -265,11 +271,11 @@ class Trainer:
             if len(losses) == count:
                 add_loss(data.leaf, torch.stack(losses).sum())
 
-        for index, micro in enumerate(data.micro_batches):
+        for index, (micro, weight) in enumerate(zip(data.micro_batches, shares, strict=True)):
             started = time.perf_counter()
-            batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
+            batch = to_device(micro.batch if weight else None, lambda tensor: tensor.to(device, non_blocking=True))
             copied_s += time.perf_counter() - started
-            weight, last = micro.samples / global_samples, index == count - 1
+            last = index == count - 1
             self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last, on_loss=add_micro_loss)
         return copied_s
 
@@ -285,8 +291,7 @@ class Trainer:
             raise TrainingDiverged(f"step {self.progress.step + 1}: {error}") from error
         if self.ema is not None and not result.skipped:
             self.ema.update()
-        if self.schedule is not None:
-            self.schedule.step()
+        self.schedule.step()
         return result
 
     def _advance(self, data: StepData) -> None:
@@ -296,7 +301,7 @@ class Trainer:
         progress.samples_consumed = data.samples_consumed + data.global_samples
         progress.epoch = self.data.sampler.epoch(progress.samples_consumed)
         progress.unfinished = data.samples_consumed
-        progress.schedule = None if self.schedule is None else self.schedule.state_dict()
+        progress.schedule = self.schedule.state_dict()
         self._checkpoints.record_step(progress, self._averages)
         self.data.report_position(progress.samples_consumed)
 
@@ -365,6 +370,8 @@ class Trainer:
         self._validated = (progress.step, metrics)
         if metrics:
             self._metrics.report(progress.step, progress.samples_consumed, metrics)
+        self.schedule.record_validation(metrics)
+        progress.schedule = self.schedule.state_dict()
         return self._best.update(metrics)
 
     def _save_checkpoint(self, *, last: bool = False, final: bool = False) -> None:

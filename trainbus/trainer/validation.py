@@ -19,6 +19,7 @@ from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
 from trainbus.trainer.checkpoint import Progress
+from trainbus.trainer.loss_weights import has_loss_weights, loss_weight
 from trainbus.trainer.step_agreement import sum_in_order
 from trainbus.trainer.strategies.base import AUTOCAST
 from trainbus.trainer.world import World, seed_all
@@ -79,6 +80,8 @@ def measure_split(
     )
     device, dtype = world.device, AUTOCAST.get(precision)
     sums: dict[str, dict[int, Tensor]] = {}
+    weights: dict[int, float] = {}
+    means: set[str] = set()
     was_training = model.training
     model.eval()
     try:
@@ -89,24 +92,34 @@ def measure_split(
                 batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)
                 if counted:
+                    weights[chunk] = loss_weight(task, item.batch) if has_loss_weights(task) else float(item.samples)
                     for name, value in found.items():
-                        sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples)
+                        sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples, weights[chunk])
+                        if torch.as_tensor(value).shape == ():
+                            means.add(name)
                 if on_chunk is not None:
                     on_chunk(MeasuredChunk(item, batch, found, counted))
     finally:
         model.train(was_training)
     # Rank 0 has the first chunk, so it knows every name.
-    names: list[str] = world.broadcast_object(sorted(sums))
+    names: list[str]
+    names, means = world.broadcast_object((sorted(sums), means))
     if extra := set(sums) - set(names):
         raise TaskError(f"{type(task).__name__}.metrics() returns {sorted(extra)} for some batches only")
     if not names:
         return {}
-    table = torch.zeros(len(names), chunks, dtype=torch.float64, device=device)
-    for row, name in zip(table, names, strict=True):
+    table = torch.zeros(len(names) + 1, chunks, dtype=torch.float64, device=device)
+    for row, name in zip(table, names, strict=False):
         if own := sums.get(name):
             row[list(own)] = torch.stack(list(own.values()))
+    table[-1, list(weights)] = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
     world.all_reduce(table)
-    return {name: sum_in_order(row) / len(reader) for name, row in zip(names, table.tolist(), strict=True)}
+    *rows, weight_row = table.tolist()
+    total = sum_in_order(weight_row)
+    return {
+        name: sum_in_order(row) / (total if name in means else len(reader))
+        for name, row in zip(names, rows, strict=True)
+    }
 
 
 def _chunks(
@@ -128,10 +141,10 @@ def _load_chunk(chunk: int, counted: bool, started: Callable[[], MicroBatch]) ->
     return chunk, counted, started()
 
 
-def _sum(task: Task, name: str, value: Tensor, samples: int) -> Tensor:
+def _sum(task: Task, name: str, value: Tensor, samples: int, weight: float) -> Tensor:
     value = torch.as_tensor(value).detach().double()
     if value.shape == ():
-        return value * samples
+        return value * weight if weight else torch.zeros_like(value)  # the mean over nothing is no number
     if value.shape == (samples,):
         return value.sum()
     raise TaskError(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainbus.task import TaskError
 from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.chained_optimizer import list_optimizers
 from trainbus.trainer.exact.exchange import Message
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Piece, gradient_of, in_memory_order
@@ -43,10 +44,11 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
     """Raise ``TaskError`` unless the optimizer may step on pieces of parameters."""
-    if type(optimizer) not in ELEMENTWISE:
+    unknown = [type(each).__name__ for each in list_optimizers(optimizer) if type(each) not in ELEMENTWISE]
+    if unknown:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise TaskError(
-            f"training.strategy {strategy!r} cuts parameters into pieces, which {type(optimizer).__name__} "
+            f"training.strategy {strategy!r} cuts parameters into pieces, which {unknown[0]} "
             f"may not support: use one of torch.optim's {known}, or strategy 'ddp'"
         )
 

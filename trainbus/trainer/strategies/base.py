@@ -66,6 +66,14 @@ class Strategy(ABC):
 
     # --- a step ---------------------------------------------------------------------------------
 
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:  # noqa: B027
+        """Prepare for the step's ``backward`` calls; every rank calls it.
+
+        Args:
+            has_empty: a micro-batch has no samples that count, on this rank or another; the same on every rank.
+            counted: a batch of this rank with samples that count, on the host; None if it has none.
+        """
+
     def backward(
         self,
         batch: Any | None,
@@ -94,6 +102,8 @@ class Strategy(ABC):
         """Return a context for the forward and backward pass of one micro-batch."""
 
     def _forward(self, batch: Any | None) -> Tensor:
+        if batch is None:  # no weight has a part in this loss
+            return torch.zeros((), device=self._world.device, requires_grad=True)
         loss: Tensor = self._loss(batch)
         return loss
 
@@ -173,8 +183,8 @@ class LossModule(nn.Module):
     def forward(self, batch: Any | None) -> Tensor:
         if batch is None:
             # A rank without samples still takes part in the sum of the gradients, with zeros.
-            parts = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
-            return torch.stack([part.float() for part in parts]).sum()
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            return torch.cat([parameter.reshape(-1)[:1].float() * 0.0 for parameter in trained]).sum()
         with torch.autocast(self._device_type, dtype=self._dtype, enabled=self._dtype is not None):
             loss = self._task.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.shape != ():

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contracts.spec.training import Training
+from trainbus.data.loader import to_device
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.training_state import Kind, StateEntry, local_entries
@@ -60,8 +62,18 @@ class DeepSpeedStrategy(Strategy):
         deepspeed = import_deepspeed(world.device)
         super().__init__(task, model, training, world)
         self._stage = training.zero_stage
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
+        if len(list_optimizers(self.optimizer)) > 1:
+            raise TaskError(
+                "training.strategy 'deepspeed' takes one optimizer: give it parameter groups, or use another strategy"
+            )
         self._names = packing.parameter_names(self.model)
+        for index, members in enumerate(packing.group_names(self.optimizer, self.model)):
+            if self._stage and not members:
+                raise TaskError(
+                    f"parameter group {index} has no trained parameter, which DeepSpeed does not support: "
+                    f"leave it out in {type(task).__name__}.optimizer()"
+                )
         config: dict[str, Any] = {
             # Batches are ours; DeepSpeed only wants three numbers that agree with each other.
             "train_micro_batch_size_per_gpu": 1,
@@ -82,6 +94,18 @@ class DeepSpeedStrategy(Strategy):
         )
         if self._stage:
             self.optimizer = self._zero.optimizer
+        #: What a rank without samples computes on, with no weight: another rank's micro-batch.
+        self._stand_in: Any | None = None
+
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:
+        """Send a batch to all ranks where one may need it: ZeRO communicates in the passes through each module."""
+        self._stand_in = None
+        if not has_empty or not self._stage:
+            return
+        holder = self._world.all_gather_objects(counted is not None).index(True)
+        box = [counted if self._world.rank == holder else None]
+        dist.broadcast_object_list(box, src=holder, device=self._world.device)
+        self._stand_in = to_device(box[0], lambda tensor: tensor.to(self._world.device))
 
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
@@ -91,23 +115,53 @@ class DeepSpeedStrategy(Strategy):
             self._engine.step()  # off the boundary it only counts
 
     def _forward(self, batch: Any | None) -> Tensor:
+        if batch is None and self._stand_in is not None:
+            return self._forward_stand_in()
         loss: Tensor = self._engine(batch)
+        return loss
+
+    def _forward_stand_in(self) -> Tensor:
+        """Run the passes that the other ranks run; the caller gives this loss no weight."""
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        loss: Tensor = self._engine(self._stand_in)
+        for buffer, value in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(value)
         return loss
 
     def _propagate(self, loss: Tensor) -> None:
         # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
-        self._engine.backward(loss * self._world.size)
+        loss = loss * self._world.size
+        if not self._stage:
+            loss = loss * self._scale.scale
+        elif self._scale.enabled:
+            self._zero.override_loss_scale(self._scale.scale)  # ZeRO then scales, and takes it off in its step
+        self._engine.backward(loss)
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._confirmation.wait()
-        norm: Any = None
-        if not self._stage:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)
+        norm: Any = self._step_sharded() if self._stage else self._step_whole(clip_norm)
+        norm = torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach()
+        return StepResult(norm, skipped=self._scale.enabled and not bool(torch.isfinite(norm)))
+
+    def _step_sharded(self) -> Any:
+        """Take ZeRO's step, which takes none where the gradient overflowed; return the norm, then infinite."""
         self._engine.step()
-        if self._stage:
-            norm = self._engine.get_global_grad_norm()
-        return StepResult(torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach())
+        norm = self._engine.get_global_grad_norm()
+        self._scale.accept(norm)
+        return norm
+
+    def _step_whole(self, clip_norm: float | None) -> Tensor:
+        """Take the step of stage 0, which leaves clipping and the loss scale to us; return the norm."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self._scale.enabled:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)
+        if self._scale.accept(norm):
+            self._engine.step()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         if kind != "model":
@@ -144,10 +198,13 @@ class DeepSpeedStrategy(Strategy):
         with GatheredParameters([tensor]):
             return tensor.detach().clone()
 
-    def _set_weight(self, tensor: Tensor, whole: Tensor) -> None:
+    def _set_weight(self, tensor: Any, whole: Tensor) -> None:
         if self._stage < 3 or not hasattr(tensor, "ds_id"):
             with torch.no_grad():
                 tensor.copy_(whole)
+            return
+        if not tensor.requires_grad:
+            tensor.ds_tensor.data.copy_(self._partition_of(tensor, whole))
             return
         from deepspeed.utils import safe_set_local_fp32_param
 

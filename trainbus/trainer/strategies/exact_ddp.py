@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.gradient_tree import GradientTree
@@ -44,7 +44,7 @@ class ExactDDPStrategy(Strategy):
         # By parameter, from the first registered on: the order of the sum must not depend on buckets.
         slots = sorted((s for bucket in self._tree.buckets for s in bucket.slots), key=lambda slot: slot.index)
         self._slots: list[Slot] = slots
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
         self._sharded = ShardedOptimizer(self.optimizer, self.model, self._named, self._tree) if sharded else None
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
 
@@ -55,11 +55,6 @@ class ExactDDPStrategy(Strategy):
         self._tree.end_micro_batch(leaf, last=last)
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
-
-    def _forward(self, batch: Any | None) -> Tensor:
-        if batch is None:  # no weight has a part in this loss: the tree adds zeros for them
-            return torch.zeros((), device=self._world.device, requires_grad=True)
-        return super()._forward(batch)
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._tree.finish_step()

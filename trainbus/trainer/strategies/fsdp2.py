@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
 from trainbus.task import Task
+from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
-from trainbus.trainer.exact.layout import gradient_of
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import StepResult, Strategy
+from trainbus.trainer.strategies.fsdp_units import fsdp_units
 from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
 from trainbus.trainer.world import World
 
@@ -52,28 +54,48 @@ class FSDP2Strategy(Strategy):
                 module.set_custom_reduce_scatter(TreeReduceScatter(self._backward, number))
         #: Ranks with fewer leaves take part in fewer gatherings of the weights, so those then stay for the whole step.
         self._keeps_weights = self.leaf_count % world.size != 0
-        if self._keeps_weights:
-            self._sharded[0].set_reshard_after_forward(False)
-        self.optimizer = task.optimizer(self.model)
+        #: Whether this step's collectives run outside of the forward and backward passes.
+        self._is_explicit = False
+        #: Another rank may use other modules, whose collectives this rank then runs too.
+        self._always_explicit = task.find_unused_parameters
+        self.optimizer = make_optimizer(task, self.model)
         if exact:
             check_elementwise(self.optimizer, training.strategy)
         # What was gathered for a measurement must not outlive it: the weights may be others when training goes on.
         self.model.register_forward_hook(self._after_forward)
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def begin_step(self, *, has_empty: bool, counted: Any | None = None) -> None:
+        """Gather all weights here, for the whole step, where not every rank has a forward pass that would gather them.
+
+        The collectives of such a step do not depend on what the passes do: all weights are gathered before the first
+        pass, and a leaf's gradients are reduced after its last, module by module in the order of the model.
+        """
+        self._is_explicit = has_empty or self._always_explicit
+        for module in self._sharded[1:]:
+            module.set_reshard_after_forward(not (self._keeps_weights or self._is_explicit), recurse=False)
+        if self._is_explicit:
+            self._root_state._lazy_init()
+            for module in self._sharded:
+                module.unshard()
 
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
+        root = self._sharded[0]
         self._backward.leaf = self._plan.steps[leaf]
-        self._sharded[0].set_requires_gradient_sync(last)
-        if self._keeps_weights:
-            self._sharded[0].set_reshard_after_backward(last and leaf == self.leaves[-1])
+        root.set_requires_gradient_sync(last and not self._is_explicit)
+        if self._keeps_weights or self._is_explicit:
+            root.set_reshard_after_backward(last and leaf == self.leaves[-1] and not self._is_explicit)
         yield
         if last:
+            if self._is_explicit:
+                root.set_requires_gradient_sync(True)
+                root.set_reshard_after_backward(leaf == self.leaves[-1])
+                # What FSDP2 runs at the end of a backward pass, for modules that took no part in it.
+                self._root_state._root_post_backward_final_callback()
             self._buffers.leaf_done(leaf, self._leaf_weight)
             if self._world.size == 1:
-                self._gradients = self._stack.push(
-                    self._plan.steps[leaf], [_local(gradient_of(p)) for p in self._parameters]
-                )
+                self._gradients = self._stack.push(self._plan.steps[leaf], self._local_gradients())
                 self._clear_gradients()
             elif leaf != self.leaves[-1]:
                 # What the reduce-scatter hands out before the last leaf is no sum yet.
@@ -87,7 +109,7 @@ class FSDP2Strategy(Strategy):
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _like(parameter, gradient)
             self._gradients = None
-        gradients = [_local(gradient_of(p)) for p in self._parameters]
+        gradients = self._local_gradients()
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
         norm = global_norm(gradients, self._world.device, reduce=self._world.size > 1)
@@ -98,6 +120,17 @@ class FSDP2Strategy(Strategy):
         self._buffers.commit()
         self._clear_gradients()
         return StepResult(norm, skipped=not taken)
+
+    @property
+    def _root_state(self) -> FSDPState:
+        return self._sharded[0]._get_fsdp_state()
+
+    def _local_gradients(self) -> list[Tensor]:
+        """Return this rank's shard of the gradient of each trained parameter: zeros where no pass has used it."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
@@ -174,7 +207,7 @@ def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
     """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*outermost_lists(model), model]:
+    for module in [*fsdp_units(task, model), model]:
         fully_shard(module, mesh=mesh)
     sharded: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for each in sharded:
@@ -185,10 +218,10 @@ def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
     return sharded
 
 
-def shard_for_inference(model: nn.Module, world: World) -> nn.Module:
+def shard_for_inference(model: nn.Module, task: Task, world: World) -> nn.Module:
     """Shard a model, whose weights are loaded, over the ranks; a forward pass gathers one block at a time."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*outermost_lists(model), model]:
+    for module in [*fsdp_units(task, model), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model
 
@@ -242,15 +275,6 @@ def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | N
         return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
 
     return wait
-
-
-def outermost_lists(model: nn.Module) -> Iterable[nn.Module]:
-    """Return the entries of the model's outermost ModuleLists: its repeated blocks."""
-    if isinstance(model, nn.ModuleList):
-        yield from model
-        return
-    for child in model.children():
-        yield from outermost_lists(child)
 
 
 class BackwardState:

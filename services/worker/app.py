@@ -26,6 +26,7 @@ from services.worker.checkpoints.survivor_state import SurvivorMemory, default_f
 from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
 from services.worker.launch.package_environment import PackageEnvironments
+from services.worker.node.address import AddressFinder
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inspect_node
 from services.worker.node_context import NodeContext
@@ -75,6 +76,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             gpu_check=GpuCheck(inventory.gpus),
             memory=_memory(settings),
             term=NodeTerm(settings.data_dir, settings.lease_ttl_s),
+            addresses=service.add_resource(AddressFinder(settings.address, settings.nats_servers)),
         )
     )
 

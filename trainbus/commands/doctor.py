@@ -82,6 +82,7 @@ def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     yield CheckResult("trainbus", "ok", importlib.metadata.version("trainbus"))
     if is_elsewhere:
         yield CheckResult("stack", "ok", "a cluster: TRAINBUS_NATS_URL is set")
+        yield from _node_address()
     elif importlib.util.find_spec("faststream") is None:
         yield CheckResult("stack of your own", "note", "only the client is installed", "pip install 'trainbus[all]'")
     else:
@@ -137,6 +138,22 @@ def _gpu() -> CheckResult:
     except pynvml.NVMLError:
         return CheckResult("GPU", "note", "none: CPU slots stand for GPUs", "for NVIDIA GPUs install their driver")
     return CheckResult("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
+
+
+def _node_address() -> Iterator[CheckResult]:
+    """Name the address that a worker here would announce. Nothing where no worker can run, or the bus is not known."""
+    if importlib.util.find_spec("faststream") is None:
+        return
+    from services.worker.node.address import SETTING, AddressError, find_node_address
+
+    servers = [url.strip() for url in os.environ.get("TRAINBUS_NATS_URL", "").split(",") if url.strip()]
+    try:
+        found = find_node_address(os.environ.get(SETTING), servers)
+    except AddressError as error:
+        yield CheckResult("a node's address", "note", str(error), f"for a worker on this machine: {SETTING}")
+    else:
+        why = "as set" if os.environ.get(SETTING) else "the route to the bus"
+        yield CheckResult("a node's address", "ok", f"{found.announced} ({found.interface}), {why}")
 
 
 def _memory() -> CheckResult:

@@ -46,7 +46,9 @@ class NodeEnvironment:
     bin_folder: str
     cores: int
     slots: int
+    #: The interface through which the ranks meet, and whether its address is one of IPv6.
     interface: str = ""
+    is_ipv6: bool = False
     #: The GPU of each slot; empty on a node without. The profile of each MIG slice; empty where there is none.
     gpus: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
@@ -101,7 +103,10 @@ def build_environment(
     if place.interface:
         # Without it gloo and NCCL look up the host's name, which many machines cannot resolve.
         own.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-        own.setdefault("NCCL_SOCKET_IFNAME", place.interface)
+        # Without the sign NCCL takes every interface whose name begins so: eth1 and eth10.
+        own.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")
+    if place.is_ipv6:
+        own.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
     if place.gpus:
         # In the generation's folder; torch appends the rank. The agent requests dumps when a rank stalls.
         stem = str(PurePosixPath(place.launch_path).with_name(f"flight_g{placed.generation}_"))

@@ -258,14 +258,6 @@ def find_mps_pipe(setting: str | None, environment: Mapping[str, str]) -> str:
     return folder if folder and Path(folder, "control").exists() else ""
 
 
-def interface_of(address: str) -> str:
-    """Return the network interface that has ``address``; '' if none has."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return str(name)
-    return ""
-
-
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
+from contracts.machine_limits import limited_memory
 from contracts.texts import plural
 from trainbus.client.address import (
     StackAddress,
@@ -159,7 +160,10 @@ def _node_address() -> Iterator[CheckResult]:
 def _memory() -> CheckResult:
     import psutil
 
-    return _grade("free memory", psutil.virtual_memory().available, "", "the stack needs about 2 GiB")
+    free_bytes, limited = psutil.virtual_memory().available, limited_memory()
+    if limited is not None:
+        free_bytes = min(free_bytes, limited.limit_bytes - limited.used_bytes)
+    return _grade("free memory", free_bytes, "", "the stack needs about 2 GiB")
 
 
 def _disk(folder: Path) -> CheckResult:

@@ -61,6 +61,8 @@ class NodeContext:
     memory: SurvivorMemory
     term: NodeTerm
     addresses: AddressFinder
+    #: Folder for the caches of libraries; '' where they are in the home folder.
+    cache_home: str = ""
     slot_shares: SlotShares = field(default_factory=SlotShares)
     known_blobs: KnownBlobs = field(default_factory=KnownBlobs)
     #: The agent's environment; ranks inherit a few variables of it.

@@ -63,6 +63,8 @@ class NodeEnvironment:
     packages_dir: str = ""
     #: MLflow's address for scripts; '' where MLflow is not there, or does not find the store of trainbus.
     mlflow_uri: str = ""
+    #: Folder for what libraries keep in a home folder; '' where that can be written.
+    cache_home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ def build_environment(
     programs = [f"{place.packages_dir}/bin"] if place.packages_dir else []
     own["PATH"] = ":".join([*programs, place.bin_folder, *path])
     own.update(spec.env)
+    for name, value in cache_variables(place.cache_home).items():
+        own.setdefault(name, value)
     own["PYTHONPATH"] = ":".join(entry for entry in (*place.python_path, spec.env.get("PYTHONPATH", "")) if entry)
     if place.packages_dir:
         own[PACKAGES_DIR_VARIABLE] = place.packages_dir
@@ -132,6 +136,18 @@ def build_environment(
     if is_command(spec) and placed.world_size > 1:
         own |= _launcher_variables(placed, member)
     return own | share_limits(spec, len(member.slots), place)
+
+
+def cache_variables(cache_home: str) -> dict[str, str]:
+    """Return what moves the caches of libraries out of the home folder: of those that follow XDG, and of others."""
+    if not cache_home:
+        return {}
+    return {
+        "XDG_CACHE_HOME": f"{cache_home}/.cache",
+        "MPLCONFIGDIR": f"{cache_home}/.config/matplotlib",
+        "TRITON_HOME": cache_home,
+        "CUDA_CACHE_PATH": f"{cache_home}/.nv/ComputeCache",
+    }
 
 
 def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> dict[str, str]:

@@ -408,6 +408,7 @@ class GenerationRunner:
             output_dir=str(inputs.output_dir),
             resume_dir=str(inputs.resume_folder or ""),
             resume_step=inputs.resume.step if inputs.resume is not None else 0,
+            cache_home=self._context.cache_home,
         )
 
     # -- monitor ------------------------------------------------------------

@@ -155,6 +155,21 @@ class StartedLine(TimedLine):
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
+def format_endpoint(host: str, port: int) -> str:
+    """Return ``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Return the host and port of ``host:port``; an IPv6 address without its brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 class RendezvousLine(TimedLine):
     """This rank waits for others that have not come to the rendezvous; rank 0 sees all of them, the others rank 0."""
 

@@ -14,8 +14,9 @@ PORTION = 64 * 1024
 class TcpProxy(ABC):
     """A proxy before a port of this machine; use it as an async context manager."""
 
-    def __init__(self, upstream: int) -> None:
-        self._upstream = upstream
+    def __init__(self, upstream: int, host: str = "127.0.0.1") -> None:
+        """``host``: the address of this machine at which it listens."""
+        self._upstream, self._host = upstream, host
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -29,7 +30,7 @@ class TcpProxy(ABC):
         return await asyncio.open_connection("127.0.0.1", self._upstream)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, self._host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -12,6 +12,7 @@ from typing import Self
 
 import structlog
 
+from contracts.machine_limits import usable_cores
 from services.ingestion.core.records import InvalidRecord, ValidRecord
 from services.ingestion.formats.images import ImageValidator, LabelledImage
 from services.ingestion.isolated_process import ATTEMPTS, CPU_S, limit_cpu, limit_resources
@@ -25,7 +26,7 @@ class DecoderPool:
     """Processes that validate images; use it as an async context manager. They start with the first image."""
 
     def __init__(self, processes: int | None = None) -> None:
-        self._processes = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        self._processes = processes or min(MAX_PROCESSES, usable_cores())
         self._pool: ProcessPoolExecutor | None = None
         self._isolation = asyncio.Lock()
 

@@ -23,10 +23,12 @@ from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.checkpoints.survivor_state import SurvivorMemory, default_folder
-from services.worker.core.rank_environment import INHERITED
+from services.worker.core.rank_environment import INHERITED, cache_variables
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
 from services.worker.launch.package_environment import PackageEnvironments
+from services.worker.node.address import AddressFinder
 from services.worker.node.gpu_check import GpuCheck
+from services.worker.node.home import find_cache_home
 from services.worker.node.inventory import inspect_node
 from services.worker.node_context import NodeContext
 from services.worker.notices.listener import listen_for_notices
@@ -59,7 +61,8 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
     objects = service.add_object_store(ObjectStore(settings))
-    warm_server = _warm_server(settings) if settings.warm and executor is None else None
+    cache_home = find_cache_home(os.environ, settings.data_dir)
+    warm_server = _warm_server(settings, cache_home) if settings.warm and executor is None else None
     executor = executor or ProcessExecutor(warm_server)
     inventory = inspect_node(settings)
     agent = Agent(
@@ -75,6 +78,8 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             gpu_check=GpuCheck(inventory.gpus),
             memory=_memory(settings, inventory.memory_bytes),
             term=NodeTerm(settings.data_dir, settings.lease_ttl_s),
+            cache_home=cache_home,
+            addresses=service.add_resource(AddressFinder(settings.address, settings.nats_servers)),
         )
     )
 
@@ -143,9 +148,9 @@ def _memory(settings: WorkerSettings, node_bytes: int) -> SurvivorMemory:
     return SurvivorMemory(folder, max_bytes, settings.data_dir.resolve() / "runs")
 
 
-def _warm_server(settings: WorkerSettings) -> WarmServer:
+def _warm_server(settings: WorkerSettings, cache_home: str) -> WarmServer:
     folder = settings.data_dir.resolve() / "agent"
-    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | cache_variables(cache_home)
     # One thread: forks must not have more, and ranks share the cores.
     environment |= {"PYTHONPATH": str(PYTHON_ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)

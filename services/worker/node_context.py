@@ -14,6 +14,7 @@ from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.checkpoints.uploader import KnownBlobs
 from services.worker.launch.executor import Executor
 from services.worker.launch.package_environment import PackageEnvironments
+from services.worker.node.address import AddressFinder
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import NodeInventory
 from services.worker.ranks.system_metrics import SystemMeter
@@ -59,6 +60,9 @@ class NodeContext:
     gpu_check: GpuCheck
     memory: SurvivorMemory
     term: NodeTerm
+    addresses: AddressFinder
+    #: Folder for the caches of libraries; '' where they are in the home folder.
+    cache_home: str = ""
     slot_shares: SlotShares = field(default_factory=SlotShares)
     known_blobs: KnownBlobs = field(default_factory=KnownBlobs)
     #: The agent's environment; ranks inherit a few variables of it.

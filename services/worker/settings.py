@@ -22,8 +22,9 @@ class WorkerSettings(Settings):
     slots: int | None = Field(None, ge=0, le=4096)
     #: ``cpu``: offer CPU slots even if there are GPUs.
     accelerator: Literal["auto", "cpu"] = "auto"
-    #: The address at which ranks of other nodes reach the ranks of this one.
-    address: str = "127.0.0.1"
+    #: The address or name at which ranks of other nodes reach the ranks of this one. None: the machine's address on the
+    #: route to the bus.
+    address: str | None = None
     #: The scheduler reads ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot);
     #: ``gang.together`` and maintenance windows can name any label.
     labels: dict[str, str] = Field(default_factory=dict)

@@ -114,3 +114,8 @@ def test_a_cluster_in_the_environment_needs_nothing_of_this_machine(
     assert found["NATS"].grade == "ok"
     assert found["scheduler"].grade == "missing"
     assert not any("secret" in each.found for each in found.values())
+    assert found["a node's address"].grade == "ok"
+    assert found["a node's address"].found.startswith("127.0.0.1 (")
+    monkeypatch.setenv("TRAINBUS_ADDRESS", "127.0.0.1")
+    monkeypatch.setenv("TRAINBUS_NATS_URL", "nats://192.0.2.77")
+    assert next(doctor._node_address()).grade == "note"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
+from contracts.ranks import format_endpoint
 from tests.tcp_proxy import PORTION, TcpProxy
 
 
 class CuttableProxy(TcpProxy):
     """Forwards everything, but for the time that it is cut."""
 
-    def __init__(self, upstream: int) -> None:
-        super().__init__(upstream)
+    def __init__(self, upstream: int, host: str = "127.0.0.1") -> None:
+        super().__init__(upstream, host)
         self._is_open = asyncio.Event()
         self._is_open.set()
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{format_endpoint(self._host, self.port)}"
 
     def cut(self) -> None:
         """Forward nothing from now on. What is sent meanwhile is delivered late, as TCP does."""

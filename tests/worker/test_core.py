@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunPreempting, RunReleased
-from contracts.ranks import CheckpointLine
+from contracts.ranks import CheckpointLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
@@ -171,7 +171,7 @@ def test_rank_inherits_listed_variables_only() -> None:
     agents = {"PATH": "/usr/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "s", "TRAINBUS_S3_SECRET_KEY": "s"}
     agents |= {"TRAINBUS_NATS_PASSWORD": "s", "NATS_TOKEN": "s", "RANK": "9"}
     place = rank_environment.NodeEnvironment(
-        "/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", ("GPU-a", "GPU-b")
+        "/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", gpus=("GPU-a", "GPU-b")
     )
     event = placed(env={"MODE": "x", "RANK": "7", "PYTHONPATH": "/mine"})
     start, other = rank_environment.build_process_specs(event, event.members[0], agents, place)
@@ -185,6 +185,36 @@ def test_rank_inherits_listed_variables_only() -> None:
     assert [each.environment["RANK"] for each in (start, other)] == ["2", "3"]
     assert [each.environment["TRAINBUS_JOURNAL"] for each in (start, other)] == ["/rank_2.jsonl", "/rank_3.jsonl"]
     assert start.environment["NODE_RANK"] == "1"
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY")
+
+
+@pytest.mark.parametrize(
+    ("env", "is_ipv6", "expected"),
+    [
+        pytest.param({}, False, ("eth1", "=eth1", None), id="IPv4"),
+        pytest.param({}, True, ("eth1", "=eth1", "AF_INET6"), id="IPv6"),
+        pytest.param(dict.fromkeys(INTERFACES, "own"), True, ("own", "own", "own"), id="the request's own"),
+    ],
+)
+def test_ranks_meet_through_the_interface_of_the_announced_address(
+    env: dict[str, str], is_ipv6: bool, expected: tuple[str | None, ...]
+) -> None:
+    place = rank_environment.NodeEnvironment(
+        "/l.json", "fd00::1", 29, (), "/venv/bin", 8, 2, interface="eth1", is_ipv6=is_ipv6
+    )
+    event = placed(env=env)
+    found = rank_environment.build_environment(event, event.members[0], 0, {}, place)
+    assert tuple(map(found.get, INTERFACES)) == expected
+    assert found["MASTER_ADDR"] == "fd00::1"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "node.lan", "fd00::1"])
+def test_the_address_of_a_meeting_point_travels_as_one_text(host: str) -> None:
+    text = format_endpoint(host, 17_000)
+    assert text == (f"[{host}]:17000" if ":" in host else f"{host}:17000")
+    assert parse_endpoint(text) == (host, 17_000)
 
 
 CHOICES = [

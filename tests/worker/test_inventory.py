@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,13 @@ import structlog.testing
 from pydantic import ValidationError
 
 from contracts.events.node import NodeJoined
+from contracts.machine_limits import MemoryUse
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.node import inventory as node
-from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inspect_node, memory_limit_bytes, visible_gpus
+from services.worker.node.inventory import Gpu, find_gpus, inspect_node, visible_gpus
+from services.worker.ranks import system_metrics
 from services.worker.ranks.system_metrics import measure_gpus
 from services.worker.settings import WorkerSettings
 from tests.worker.conftest import World
@@ -185,21 +186,21 @@ def test_numbers_that_cuda_may_read_otherwise_are_warned_of(
     assert [call.method_name for call in log.calls] == ["warning"] * warned
 
 
-@pytest.mark.parametrize(
-    ("cpu_max", "cpus"), [("max 100000\n", math.inf), ("150000 100000\n", 1.5), ("garbage\n", math.inf)]
-)
-def test_container_offers_its_cgroup_limits(tmp_path: Path, cpu_max: str, cpus: float) -> None:
-    (tmp_path / "cpu.max").write_text(cpu_max)
-    assert cpu_limit(tmp_path) == cpus
-    assert memory_limit_bytes(tmp_path) == 2**63
-    (tmp_path / "memory.max").write_text("1048576\n")
-    assert memory_limit_bytes(tmp_path) == MIB
-
-
-def test_cpus_are_those_of_the_process_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "cpu_limit", lambda: 0.5)
-    assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu")).cpus == 0.5
+def test_a_node_offers_what_its_control_group_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "usable_cpus", lambda: 2.5)
+    monkeypatch.setattr(node, "usable_cores", lambda: 2)
+    monkeypatch.setattr(node, "usable_memory_bytes", lambda: 6 * MIB)
+    found = inspect_node(WorkerSettings(node_id="n", accelerator="cpu"))
+    assert (found.slots, found.cpus, found.cores) == (2, 2.5, 2)
+    assert (found.memory_bytes, found.slot_memory_bytes) == (6 * MIB, 3 * MIB)
     assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu", cpus=12)).cpus == 12
+
+
+def test_memory_is_measured_against_the_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_metrics, "limited_memory", lambda: MemoryUse(MIB, 4 * MIB))
+    found = system_metrics.SystemMeter().measure([])
+    assert found["system/system_memory_usage_megabytes"] == 1
+    assert found["system/system_memory_usage_percentage"] == 25
 
 
 def test_unknown_capacity_label_is_refused() -> None:

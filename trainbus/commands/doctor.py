@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
+from contracts.machine_limits import limited_memory
 from contracts.texts import plural
 from trainbus.client.address import (
     StackAddress,
@@ -82,6 +83,7 @@ def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     yield CheckResult("trainbus", "ok", importlib.metadata.version("trainbus"))
     if is_elsewhere:
         yield CheckResult("stack", "ok", "a cluster: TRAINBUS_NATS_URL is set")
+        yield from _node_address()
     elif importlib.util.find_spec("faststream") is None:
         yield CheckResult("stack of your own", "note", "only the client is installed", "pip install 'trainbus[all]'")
     else:
@@ -139,10 +141,29 @@ def _gpu() -> CheckResult:
     return CheckResult("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
 
 
+def _node_address() -> Iterator[CheckResult]:
+    """Name the address that a worker here would announce. Nothing where no worker can run, or the bus is not known."""
+    if importlib.util.find_spec("faststream") is None:
+        return
+    from services.worker.node.address import SETTING, AddressError, find_node_address
+
+    servers = [url.strip() for url in os.environ.get("TRAINBUS_NATS_URL", "").split(",") if url.strip()]
+    try:
+        found = find_node_address(os.environ.get(SETTING), servers)
+    except AddressError as error:
+        yield CheckResult("a node's address", "note", str(error), f"for a worker on this machine: {SETTING}")
+    else:
+        why = "as set" if os.environ.get(SETTING) else "the route to the bus"
+        yield CheckResult("a node's address", "ok", f"{found.announced} ({found.interface}), {why}")
+
+
 def _memory() -> CheckResult:
     import psutil
 
-    return _grade("free memory", psutil.virtual_memory().available, "", "the stack needs about 2 GiB")
+    free_bytes, limited = psutil.virtual_memory().available, limited_memory()
+    if limited is not None:
+        free_bytes = min(free_bytes, limited.limit_bytes - limited.used_bytes)
+    return _grade("free memory", free_bytes, "", "the stack needs about 2 GiB")
 
 
 def _disk(folder: Path) -> CheckResult:

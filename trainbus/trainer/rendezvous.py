@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from contracts.ranks import format_endpoint
+
 if TYPE_CHECKING:
     from trainbus.trainer.world import World
 
@@ -30,7 +32,7 @@ def meet(world: World, host: str, port: int, say: SayMissing, said_after_s: floa
     Raises:
         RuntimeError: some have not come in time; the text names them.
     """
-    address = f"{host}:{port}"
+    address = format_endpoint(host, port)
     timer = threading.Timer(said_after_s, lambda: say(address, (0,), said_after_s))
     timer.daemon = True
     timer.start()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
+from contracts.machine_limits import usable_cores
 from contracts.ranks import StarvationLine
 from contracts.spec.training import DataLoading
 from trainbus.data.batch_timings import CAUSES, BatchTimings, Cause
@@ -123,8 +124,7 @@ class StarvationDetector(StepObserver):
 
 def _cores() -> int:
     """Return the cores that this rank may use, where the ranks of the node share them evenly."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def advise(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading: DataLoading, cores: int) -> str:

@@ -226,10 +226,11 @@ class Agent:
 
     async def _join(self, incarnation: str) -> None:
         inventory = self._context.inventory
+        address = await self._context.addresses.find_again()
         joined = NodeJoined(
             node_id=self._settings.node_id,
             incarnation=incarnation,
-            address=self._settings.address,
+            address=address.announced,
             slots=inventory.slots,
             accelerator=inventory.accelerator,
             memory_bytes=inventory.memory_bytes,

@@ -46,7 +46,9 @@ class NodeEnvironment:
     bin_folder: str
     cores: int
     slots: int
+    #: The interface through which the ranks meet, and whether its address is one of IPv6.
     interface: str = ""
+    is_ipv6: bool = False
     #: The GPU of each slot; empty on a node without. The profile of each MIG slice; empty where there is none.
     gpus: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
@@ -61,6 +63,8 @@ class NodeEnvironment:
     packages_dir: str = ""
     #: MLflow's address for scripts; '' where MLflow is not there, or does not find the store of trainbus.
     mlflow_uri: str = ""
+    #: Folder for what libraries keep in a home folder; '' where that can be written.
+    cache_home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ def build_environment(
     programs = [f"{place.packages_dir}/bin"] if place.packages_dir else []
     own["PATH"] = ":".join([*programs, place.bin_folder, *path])
     own.update(spec.env)
+    for name, value in cache_variables(place.cache_home).items():
+        own.setdefault(name, value)
     own["PYTHONPATH"] = ":".join(entry for entry in (*place.python_path, spec.env.get("PYTHONPATH", "")) if entry)
     if place.packages_dir:
         own[PACKAGES_DIR_VARIABLE] = place.packages_dir
@@ -101,7 +107,10 @@ def build_environment(
     if place.interface:
         # Without it gloo and NCCL look up the host's name, which many machines cannot resolve.
         own.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-        own.setdefault("NCCL_SOCKET_IFNAME", place.interface)
+        # Without the sign NCCL takes every interface whose name begins so: eth1 and eth10.
+        own.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")
+    if place.is_ipv6:
+        own.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
     if place.gpus:
         # In the generation's folder; torch appends the rank. The agent requests dumps when a rank stalls.
         stem = str(PurePosixPath(place.launch_path).with_name(f"flight_g{placed.generation}_"))
@@ -127,6 +136,18 @@ def build_environment(
     if is_command(spec) and placed.world_size > 1:
         own |= _launcher_variables(placed, member)
     return own | share_limits(spec, len(member.slots), place)
+
+
+def cache_variables(cache_home: str) -> dict[str, str]:
+    """Return what moves the caches of libraries out of the home folder: of those that follow XDG, and of others."""
+    if not cache_home:
+        return {}
+    return {
+        "XDG_CACHE_HOME": f"{cache_home}/.cache",
+        "MPLCONFIGDIR": f"{cache_home}/.config/matplotlib",
+        "TRITON_HOME": cache_home,
+        "CUDA_CACHE_PATH": f"{cache_home}/.nv/ComputeCache",
+    }
 
 
 def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> dict[str, str]:

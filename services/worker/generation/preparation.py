@@ -18,7 +18,7 @@ from nats.js.errors import APIError, BadRequestError
 from contracts import topology
 from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
-from contracts.ranks import RendezvousLine
+from contracts.ranks import RendezvousLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
@@ -29,6 +29,7 @@ from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.core.journal import JournalSource, held_up_event
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
+from services.worker.node.address import LOOPBACK, NodeAddress, find_interface, parse_ip
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import Publish
 
@@ -40,10 +41,20 @@ RETRY_S = 0.1
 SAID_AFTER_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where the ranks of a generation meet, and the interface of this node through which they do."""
+
+    host: str
+    port: int
+    interface: str
+    is_ipv6: bool
+
+
 async def find_master(
-    bus: Bus, placed: RunPlaced, member: Member, address: str, timeout_s: float, publish: Publish
-) -> tuple[str, int]:
-    """Return (address, port) of the generation's rank 0. ``address`` is this node's own.
+    bus: Bus, placed: RunPlaced, member: Member, own: NodeAddress, timeout_s: float, publish: Publish
+) -> MeetingPoint:
+    """Return where the generation's rank 0 listens. ``own`` is this node's address.
 
     ``publish`` is called with what holds the gang up, if that takes long.
 
@@ -52,16 +63,17 @@ async def find_master(
     """
     key, started = f"{placed.run_id}.{placed.generation}", time.monotonic()
     if sum(1 for each in placed.members if each.ranks) == 1:
-        return address, choose_port(address)
+        return MeetingPoint(LOOPBACK, choose_port(), find_interface(parse_ip(LOOPBACK)), is_ipv6=False)
     try:
         async with asyncio.timeout(timeout_s):
             if 0 in member.ranks:
-                await _publish_master(bus, key, f"{address}:{choose_port(address)}".encode())
+                await _publish_master(bus, key, format_endpoint(own.announced, choose_port(own.is_ipv6)).encode())
             # One subscription: the other nodes learn of it at once. The first value stands.
             async for entries in bus.follow_bucket(topology.RENDEZVOUS, key, idle_s=1.0):
                 for entry in entries:
                     if entry.value:
-                        return _parse_address(entry.value)
+                        host, port = parse_endpoint(entry.value.decode())
+                        return MeetingPoint(host, port, own.interface, own.is_ipv6)
                 if (waited_s := time.monotonic() - started) > SAID_AFTER_S:
                     await _publish_held_up(placed, member, waited_s, publish)
     except TimeoutError:
@@ -81,10 +93,11 @@ async def _publish_held_up(placed: RunPlaced, member: Member, waited_s: float, p
         await publish(fact)
 
 
-def choose_port(address: str) -> int:
+def choose_port(is_ipv6: bool = False) -> int:
     """Return a port for rank 0. If it is taken before the ranks listen, that is an infrastructure failure."""
     try:
-        return free_ports(1, address)[0]
+        # On every address of the machine, as torch's store listens.
+        return free_ports(1, "::" if is_ipv6 else "0.0.0.0")[0]
     except PortsError as error:
         raise TransientError(str(error)) from error
 
@@ -104,11 +117,6 @@ async def _publish_master(bus: Bus, key: str, value: bytes) -> None:
             await asyncio.sleep(RETRY_S)
 
 
-def _parse_address(value: bytes) -> tuple[str, int]:
-    host, _, port = value.decode().rpartition(":")
-    return host, int(port)
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationInputs:
     """All that is needed to start the ranks."""
@@ -123,7 +131,7 @@ class GenerationInputs:
     resume_layout: KeptLayout | None
     init_folder: Path | None
     output_dir: Path
-    master: tuple[str, int]
+    master: MeetingPoint
 
 
 async def prepare_inputs(
@@ -150,9 +158,8 @@ async def prepare_inputs(
     (code, packages_dir), dataset, (resume_folder, resume), init_folder = found
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
     layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
-    settings = context.settings
-    patience_s = settings.rendezvous_timeout_s
-    master = await find_master(context.bus, placed, member, settings.address, patience_s, publish)
+    patience_s = context.settings.rendezvous_timeout_s
+    master = await find_master(context.bus, placed, member, context.addresses.address, patience_s, publish)
     return GenerationInputs(code, packages_dir, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
 
 

@@ -60,7 +60,7 @@ from services.worker.launch.mlflow_plugin import find_mlflow_uri
 from services.worker.launch.package_environment import PackagesError
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
-from services.worker.node.inventory import find_mps_pipe, interface_of
+from services.worker.node.inventory import find_mps_pipe
 from services.worker.node_context import NodeContext
 from services.worker.ranks.control_socket import ControlSocket
 from services.worker.ranks.journal_follower import JournalFollower
@@ -391,18 +391,19 @@ class GenerationRunner:
         inventory, settings = self._context.inventory, self._context.settings
         code = map(str, find_import_folders(inputs.code_folder)) if inputs.code_folder is not None else ()
         packages = (str(inputs.packages_dir),) if inputs.packages_dir is not None else ()
-        address, port = inputs.master
+        master = inputs.master
         return NodeEnvironment(
             launch_path=str(self.files.launch),
-            master_address=address,
-            master_port=port,
+            master_address=master.host,
+            master_port=master.port,
             python_path=(*code, *packages, str(PYTHON_ROOT)),
             packages_dir="".join(packages),
             mlflow_uri=find_mlflow_uri(),
             bin_folder=str(Path(sys.executable).parent),
             cores=inventory.cores,
             slots=inventory.slots,
-            interface=interface_of(settings.address),
+            interface=master.interface,
+            is_ipv6=master.is_ipv6,
             gpus=tuple(gpu.uuid for gpu in inventory.gpus),
             profiles=inventory.slot_profiles,
             slot_memory_bytes=inventory.slot_memory_bytes,
@@ -410,6 +411,7 @@ class GenerationRunner:
             output_dir=str(inputs.output_dir),
             resume_dir=str(inputs.resume_folder or ""),
             resume_step=inputs.resume.step if inputs.resume is not None else 0,
+            cache_home=self._context.cache_home,
         )
 
     # -- monitor ------------------------------------------------------------

@@ -125,6 +125,7 @@ class ProcessExecutor:
     ) -> None:
         self._warm_server, self._rank_command = warm_server, tuple(rank_command)
         self._children: list[subprocess.Popen[bytes]] = []
+        self._is_environment_checked = False
 
     async def start(
         self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None = None
@@ -134,10 +135,26 @@ class ProcessExecutor:
         if pid is None:
             pid = self._start_cold(start, folder, cwd, start_before)
         metrics.RANK_STARTS.labels(way).inc()
+        self._check_environment(pid)
         created = 0.0  # of a process that has ended already; its exit file has the code
         with contextlib.suppress(psutil.NoSuchProcess):
             created = psutil.Process(pid).create_time()
         return RankProcess(start.rank, pid, created, psutil.boot_time())
+
+    def _check_environment(self, pid: int) -> None:
+        """Log once that the environments of ranks cannot be read here (hidepid, a security module)."""
+        if self._is_environment_checked:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            try:
+                psutil.Process(pid).environ()
+            except (psutil.AccessDenied, OSError) as error:
+                log.warning(
+                    "the environments of ranks cannot be read: a process that leaves its rank's session, and writes to "
+                    "another log, is not found, and may outlive its run",
+                    error=str(error),
+                )
+            self._is_environment_checked = True
 
     async def _fork(self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None) -> int | None:
         """Fork a rank from the warm server; return None if it has to start cold."""

@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 
+from contracts.machine_limits import usable_cores, usable_cpus, usable_memory_bytes
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -35,8 +35,6 @@ ISA = {"fma", "f16c", "sse4_2", "asimd", "asimddp", "asimdhp", "asimdfhm", "bf16
 
 #: Where CUDA looks for the control daemon of MPS, which lets processes share a GPU at the same time.
 MPS_PIPE_DIR = "/tmp/nvidia-mps"
-#: The limits of a container (cgroup v2).
-CGROUP = Path("/sys/fs/cgroup")
 GIBIBYTE = 2**30
 
 
@@ -93,8 +91,7 @@ class NvmlUnavailable(Exception):
 
 def inspect_node(settings: WorkerSettings) -> NodeInventory:
     """Return what the node offers."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    memory_bytes = min(int(psutil.virtual_memory().total), memory_limit_bytes())
+    cores, memory_bytes = usable_cores(), usable_memory_bytes()
     gpus = () if settings.accelerator == "cpu" else visible_gpus(find_gpus(), os.environ)
     if gpus:
         slots = len(gpus) if settings.slots is None else min(settings.slots, len(gpus))
@@ -110,23 +107,8 @@ def inspect_node(settings: WorkerSettings) -> NodeInventory:
         gpus=gpus,
         software=_software(),
         machine=describe_machine(gpus),
-        cpus=min(float(cores), cpu_limit()) if settings.cpus is None else settings.cpus,
+        cpus=usable_cpus() if settings.cpus is None else settings.cpus,
     )
-
-
-def cpu_limit(cgroup: Path = CGROUP) -> float:
-    """Return the processors that a container may use; infinity without a limit."""
-    with suppress(OSError, ValueError):
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return math.inf
-
-
-def memory_limit_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the memory that a container may use; more than any machine has without a limit."""
-    with suppress(OSError, ValueError):
-        return int((cgroup / "memory.max").read_text())
-    return 2**63
 
 
 def describe_machine(gpus: tuple[Gpu, ...] = (), cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
@@ -282,14 +264,6 @@ def find_mps_pipe(setting: str | None, environment: Mapping[str, str]) -> str:
     """
     folder = environment.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPE_DIR) if setting is None else setting
     return folder if folder and Path(folder, "control").exists() else ""
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface that has ``address``; '' if none has."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return str(name)
-    return ""
 
 
 def _text(value: str | bytes) -> str:

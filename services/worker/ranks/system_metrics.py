@@ -10,6 +10,7 @@ import psutil
 import structlog
 
 from contracts.events.run import Member, ProgressPoint, RunPlaced, RunProgress
+from contracts.machine_limits import limited_memory
 from services.kit.bus import TransientError
 from services.worker.node.inventory import Gpu, NvmlUnavailable, open_nvml
 from services.worker.ranks.journal_follower import JournalFollower, Publish
@@ -31,12 +32,7 @@ class SystemMeter:
 
     def measure(self, pids: Iterable[int], slots: Iterable[int] = ()) -> dict[str, float]:
         """Return values under the names of MLflow's system metrics."""
-        memory = psutil.virtual_memory()
-        values = {
-            "system/cpu_utilization_percentage": float(psutil.cpu_percent(None)),
-            "system/system_memory_usage_megabytes": memory.used / MEBIBYTE,
-            "system/system_memory_usage_percentage": float(memory.percent),
-        }
+        values = {"system/cpu_utilization_percentage": float(psutil.cpu_percent(None))} | _measure_memory()
         cpu_percent = memory_bytes = 0.0
         for process in self._process_tree(pids):
             with suppress(psutil.Error):
@@ -58,6 +54,18 @@ class SystemMeter:
                     now[process.pid] = self._processes.get(process.pid, process)
         self._processes = now
         return list(now.values())
+
+
+def _measure_memory() -> dict[str, float]:
+    """Return the use of the machine's memory; in a container with a limit that of the container's."""
+    machine, limited = psutil.virtual_memory(), limited_memory()
+    used_bytes, percentage = machine.used, float(machine.percent)
+    if limited is not None:
+        used_bytes, percentage = limited.used_bytes, 100.0 * limited.used_bytes / max(1, limited.limit_bytes)
+    return {
+        "system/system_memory_usage_megabytes": used_bytes / MEBIBYTE,
+        "system/system_memory_usage_percentage": percentage,
+    }
 
 
 def measure_gpus(gpus: list[Gpu]) -> dict[str, float]:

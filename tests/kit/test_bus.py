@@ -134,6 +134,14 @@ async def test_filters_that_the_server_refuses_are_an_error(bus: Bus) -> None:
         await asyncio.wait_for(anext(bus.follow(topology.FACTS.name, ("run.*.placed", "run.>"))), 60)
 
 
+async def test_long_history_is_read_over_one_subscription(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends a request that has brought all its messages with a status; it is no failure."""
+    monkeypatch.setattr("services.kit.follow.log", log := CapturingLogger())
+    await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"a{n}", reason="x")) for n in range(1200)))
+    assert len(await bus.read_history("run.*.*")) == 1200
+    assert log.calls == []
+
+
 async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nats_server: NatsServer) -> None:
     seen: list[int] = []
 

@@ -1,12 +1,11 @@
-"""The manifest of a checkpoint: the files that it names."""
+"""The manifest of a checkpoint, and the listing of one node's part: the files that they name."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from contracts.events.checkpoint import CheckpointFile
 
@@ -14,19 +13,33 @@ from contracts.events.checkpoint import CheckpointFile
 MANIFEST_URI = re.compile(r"s3://[^/]+/[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g\d+\.json")
 #: Folder in a checkpoint of a Task with what its model needs beside the weights (``Task.artifacts``).
 ARTIFACTS_FOLDER = "artifacts"
-_FILES = TypeAdapter(tuple[CheckpointFile, ...])
+#: The longest list of files that stands in a fact: 350 to 450 chunks. Each reader of a run decodes all of its facts.
+MAX_INLINE_BYTES = 128 * 2**10
+#: The longest listing that is read: 230,000 chunks, 1.8 TB of one node's. It is parsed in memory.
+MAX_LISTING_BYTES = 64 * 2**20
+
+
+class _Files(BaseModel):
+    files: tuple[CheckpointFile, ...]
 
 
 def files_of(manifest: bytes) -> tuple[CheckpointFile, ...]:
-    """Return the files that a manifest names.
+    """Return the files that a manifest or a listing names.
 
     Raises:
-        ValueError: this is no manifest, so the blobs that it needs are unknown.
+        ValueError: this is neither, so the blobs that it needs are unknown.
     """
     try:
-        return _FILES.validate_python(json.loads(manifest)["files"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"not a manifest: {error!r}") from error
+        return _Files.model_validate_json(manifest).files
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"not a manifest: {place}: {first['msg']}") from error
+
+
+def encode_listing(files: Iterable[CheckpointFile]) -> bytes:
+    """Return the listing of files: JSON of ``{"files": [...]}``, which ``files_of`` reads."""
+    return _Files(files=tuple(files)).model_dump_json(exclude_defaults=True).encode()
 
 
 def artifacts_of(files: Iterable[CheckpointFile]) -> dict[str, CheckpointFile]:

@@ -220,8 +220,7 @@ def _promoted(fact: run.RunPromoted) -> str:
 
 
 def _staged(fact: checkpoint.CheckpointStaged) -> str:
-    size = format_bytes(sum(file.size_bytes for file in fact.files))
-    return f"{name_checkpoint(fact)} uploaded by {fact.node_id}: {size}"
+    return f"{name_checkpoint(fact)} uploaded by {fact.node_id}: {format_bytes(fact.size_bytes)}"
 
 
 def _committed(fact: checkpoint.CheckpointCommitted) -> str:

@@ -46,6 +46,17 @@ class CheckpointFile(FactPart):
         return tuple(dict.fromkeys(uri for chunk in self.chunks for uri in chunk.uris))
 
 
+class FileListing(FactPart):
+    """The list of a part's files, in the store: what ``contracts/manifest.py`` encodes, as a blob under its hash."""
+
+    uri: ObjectUri
+    sha256: Sha256
+    #: Bytes of the list itself.
+    size_bytes: int = Field(ge=0)
+    #: Bytes of all the files in it.
+    files_bytes: int = Field(ge=0)
+
+
 Exactness = Literal["exact", "samples-exact"]
 
 
@@ -58,7 +69,10 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged", occurrence="gen
     step: int
     epoch: int
     samples_consumed: int
-    files: tuple[CheckpointFile, ...]
+    #: The files of a small part. Those of a larger one, whose list no event can hold, are in ``listing``. A reader from
+    #: before there were listings cannot read such a fact, and so takes it for no part without files.
+    files: tuple[CheckpointFile, ...] = ()
+    listing: FileListing | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
     #: These files are the whole checkpoint: what a script left on the node of rank 0. No other node adds to it.
@@ -67,6 +81,11 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged", occurrence="gen
     step_is_count: bool = False
     #: Whether the state is, to the bit, what undisturbed training would have made of it.
     exactness: Exactness = "samples-exact"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files."""
+        return self.listing.files_bytes if self.listing is not None else sum(file.size_bytes for file in self.files)
 
 
 class CheckpointCommitted(GenerationFact, fact="checkpoint_committed", occurrence="generation/checkpoint.step"):

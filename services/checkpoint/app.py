@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
 
-from contracts import subjects, topology
+from contracts import topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRepaired, CheckpointStaged
 from contracts.events.run import RunPlaced
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.backlog import is_superseded, newest_first
-from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
+from services.checkpoint.core.commit import (
+    AssembledCheckpoint,
+    MissingParts,
+    Refusal,
+    SealedCheckpoint,
+    assemble,
+    seal,
+    select_parts,
+)
 from services.checkpoint.garbage_collection import GARBAGE
-from services.checkpoint.keeper import MAX_ROUNDS, Keeper, read_deleted_uris, read_facts, read_parts
+from services.checkpoint.keeper import MAX_ROUNDS, Keeper, read_deleted_uris, read_facts
+from services.checkpoint.listings import read_files_of_parts
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
+from services.checkpoint.staged_steps import StagedSteps, StagedStepsReader
 from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError
 from services.kit.placements import PlacementReader, StandingPlacement
@@ -35,6 +46,8 @@ MAX_ATTEMPTS = 12
 #: Causes of a refusal that are no fault of the run: files are missing or wrong in the store, another manifest is there.
 FAULTS_OF_THE_STORE = ("files", "manifest")
 NOT_UNDERSTOOD = (ValueError, TypeError, LookupError)
+#: The parts of one step by their places in the log, without their files.
+StagedParts = Mapping[int, CheckpointStaged]
 #: Runs whose backlog was gone through lately are remembered up to this many.
 MAX_REMEMBERED = 10_000
 
@@ -48,6 +61,7 @@ class Committer:
         self._verifier = Verifier(objects, settings)
         self._placements = PlacementReader(bus)
         self._keeper = Keeper(bus, objects)
+        self._steps = StagedStepsReader(bus)
         #: (run, generation) -> up to which sequence its staged parts were gone through, the newest first.
         self._caught_up: dict[tuple[str, int], int] = {}
 
@@ -67,46 +81,40 @@ class Committer:
             metrics.IGNORED.labels("zombie").inc()
             log.info("ignored a part of an old generation", generation=staged.generation, now=placed.generation)
             return
-        if await self._is_settled(staged):
+        steps = await self._steps.read(staged.run_id)
+        if (staged.generation, staged.step) in steps.settled:
             metrics.IGNORED.labels("known").inc()
             # Killed between commit and retention, perhaps.
             await self._keeper.retain(placed, cause)
             return
-        if await self._is_behind(received):
-            await self._catch_up(placement, received)
+        if steps.newest > (staged.generation, staged.step):
+            await self._catch_up(placement, steps, received)
             return
-        parts = await read_parts(self._bus, staged.run_id, staged.step)
+        parts = steps.of_generation(placed.generation).get(staged.step, {})
         async with self._refused_in_the_end(staged, received):
             await self._commit(placement, staged, parts, cause)
 
-    async def _is_behind(self, received: Message[CheckpointStaged]) -> bool:
-        """Whether a newer step of the same generation is staged already."""
-        staged = received.event
-        last = await self._bus.get_last_message(subjects.fact("run", staged.run_id, CheckpointStaged.fact))
-        return last is not None and (last.event.generation, last.event.step) > (staged.generation, staged.step)
-
-    async def _catch_up(self, placement: StandingPlacement, received: Message[CheckpointStaged]) -> None:
+    async def _catch_up(
+        self, placement: StandingPlacement, steps: StagedSteps, received: Message[CheckpointStaged]
+    ) -> None:
         """Commit what was staged of a placement, the newest first, but for what retention would delete at once.
 
         A step that cannot be understood stops no other one; its error is raised at the end.
         """
-        placed, errors = placement.placed, list[Exception]()
-        subject = subjects.fact("run", placed.run_id, CheckpointStaged.fact)
-        history = await self._bus.read_history(subject, start_sequence=placement.sequence)
-        # Another generation's parts may be among them already, if it was placed meanwhile: they are not gone through.
-        history = [message for message in history if message.event.generation == placed.generation]
-        for first, of_step in newest_first([message.event for message in history]):
+        placed, errors, position = placement.placed, list[Exception](), steps.position
+        # Another generation's parts may be there already, if it was placed meanwhile: they are not gone through.
+        for parts in newest_first(steps.of_generation(placed.generation)):
+            first = next(iter(parts.values()))
             try:
                 async with self._refused_in_the_end(first, received):
-                    await self._commit_unless_superseded(placement, first, of_step, received.envelope)
+                    await self._commit_unless_superseded(placement, first, parts, received.envelope)
             except NOT_UNDERSTOOD as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        if history:
-            if len(self._caught_up) >= MAX_REMEMBERED:
-                self._caught_up.clear()
-            self._caught_up[placed.run_id, placed.generation] = history[-1].sequence
+        if len(self._caught_up) >= MAX_REMEMBERED:
+            self._caught_up.clear()
+        self._caught_up[placed.run_id, placed.generation] = position
 
     @asynccontextmanager
     async def _refused_in_the_end(
@@ -121,15 +129,27 @@ class Committer:
             await self._refuse(staged, f"it cannot be read: {error!r}", "error", received.envelope)
 
     async def _commit_unless_superseded(
-        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: StagedParts, cause: Envelope
     ) -> None:
         if await self._is_settled(staged):
             return
-        match assemble(placement.placed, parts, self._bucket):
+        match await self._assemble(placement.placed, parts):
             case AssembledCheckpoint() as checkpoint if await self._is_superseded(placement.placed, checkpoint):
                 await self._supersede(staged, cause)
             case _:
                 await self._commit(placement, staged, parts, cause)
+
+    async def _assemble(self, placed: RunPlaced, parts: StagedParts) -> AssembledCheckpoint | MissingParts | Refusal:
+        """Put the parts together, with the files that they or their listings name."""
+        if isinstance(waiting := select_parts(placed, parts.values()), MissingParts):
+            return waiting
+        selected = select_parts(placed, await self._steps.read_parts(list(parts)))
+        if isinstance(selected, MissingParts):
+            return selected
+        whole = await read_files_of_parts(self._objects, selected, self._bucket)
+        if isinstance(whole, Refusal):
+            return whole
+        return await asyncio.to_thread(assemble, placed, whole, self._bucket)
 
     async def _is_superseded(self, placed: RunPlaced, checkpoint: AssembledCheckpoint) -> bool:
         committed = await read_facts(self._bus, placed.run_id, CheckpointCommitted)
@@ -138,33 +158,31 @@ class Committer:
 
     async def _is_settled(self, staged: CheckpointStaged) -> bool:
         """Whether this step of this generation is committed or refused."""
-        commits = await read_facts(self._bus, staged.run_id, CheckpointCommitted)
-        refusals = await read_facts(self._bus, staged.run_id, CheckpointRefused)
-        settled = {(each.generation, each.checkpoint.step) for each in commits}
-        return (staged.generation, staged.step) in settled | {(each.generation, each.step) for each in refusals}
+        steps = await self._steps.read(staged.run_id)
+        return (staged.generation, staged.step) in steps.settled
 
     async def _commit(
-        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: StagedParts, cause: Envelope
     ) -> None:
         with metrics.COMMIT_SECONDS.time():
             await self._commit_step(placement, staged, parts, cause)
 
     async def _commit_step(
-        self, placement: StandingPlacement, staged: CheckpointStaged, parts: Sequence[CheckpointStaged], cause: Envelope
+        self, placement: StandingPlacement, staged: CheckpointStaged, parts: StagedParts, cause: Envelope
     ) -> None:
         placed = placement.placed
         # 1. Every rank's part.
-        match assemble(placed, parts, self._bucket):
+        match await self._assemble(placed, parts):
             case MissingParts(missing):
                 log.info("waiting for other ranks", step=staged.step, missing=missing[:8])
                 return
-            case Refusal(reason):
-                await self._refuse(staged, reason, "parts", cause)
+            case Refusal(reason, infrastructure_failure):
+                await self._refuse(staged, reason, "files" if infrastructure_failure else "parts", cause)
                 return
             case AssembledCheckpoint() as checkpoint:
                 pass
         # 2. The store has what they name.
-        if reason := await self._verifier.problem(checkpoint.blobs):
+        if reason := await self._verifier.problem(await asyncio.to_thread(lambda: checkpoint.blobs)):
             await self._refuse(staged, reason, "files", cause)
             return
         # 3. The ranks agree about the state.
@@ -172,7 +190,7 @@ class Committer:
         if isinstance(digests, str):
             await self._refuse(staged, digests, "files", cause)
             return
-        sealed = seal(placed, checkpoint, digests)
+        sealed = await asyncio.to_thread(seal, placed, checkpoint, digests)
         if isinstance(sealed, Refusal):
             await self._refuse(staged, sealed.reason, "digests", cause)
             return

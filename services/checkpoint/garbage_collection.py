@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -13,16 +14,18 @@ from contracts.events.checkpoint import (
     CheckpointDeleted,
     CheckpointRefused,
     CheckpointStaged,
+    FileListing,
 )
 from contracts.events.run import RunEvaluated
 from services.checkpoint import metrics
-from services.checkpoint.core.commit import BLOBS
+from services.checkpoint.core.commit import BLOBS, find_listing_problem
 from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
 from services.checkpoint.core.retention import HOLDING
+from services.checkpoint.listings import read_listing
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
 from services.kit.garbage_collector import GarbageCollector
-from services.kit.store.errors import ObjectNotFound
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectInfo, ObjectStore
 
 log = structlog.get_logger(__name__)
@@ -59,8 +62,10 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
     ledger = await _ledger(bus, bus.clock.now() - grace)
     manifests = [_stored_blob(info) async for info in objects.list(root) if _is_manifest(info.key)]
     now = bus.clock.now()
-    orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, now, grace)}
     named: set[str] = set()
+    for listing in ledger.pending_listings(now - grace):
+        named |= await _read_listing(objects, listing, settings.bucket_models)
+    orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, now, grace)}
     for manifest in manifests:
         if manifest.uri not in orphans:
             named |= await _read_manifest(objects, manifest)
@@ -94,9 +99,21 @@ async def _ledger(bus: Bus, forget_before: datetime) -> Ledger:
     return ledger
 
 
+async def _read_listing(objects: ObjectStore, listing: FileListing, bucket: str) -> set[str]:
+    """Return the blobs that a listing names; none if it is not one that a commit would read."""
+    if find_listing_problem(listing, bucket):
+        return set()
+    try:
+        return {uri for file in await read_listing(objects, listing) for uri in file.uris}
+    except (ObjectNotFound, ObjectCorrupted, ValueError) as error:
+        # Its checkpoint can only be refused.
+        log.warning("a list of files cannot be read", uri=listing.uri, error=str(error))
+        return set()
+
+
 async def _read_manifest(objects: ObjectStore, manifest: StoredBlob) -> set[str]:
     try:
-        return blobs_of(await objects.get(manifest.uri))
+        return await asyncio.to_thread(blobs_of, await objects.get(manifest.uri))
     except ObjectNotFound:
         return set()  # retention removed it meanwhile
     except ValueError as error:

@@ -8,7 +8,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned, CheckpointStaged
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned
 from contracts.events.run import RunAccepted, RunCompleted, RunFact, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
@@ -27,11 +27,6 @@ MAX_ROUNDS = 20
 async def read_facts(bus: Bus, run_id: str, fact: type[F]) -> list[F]:
     """Return the facts of one type about a run, in stream order."""
     return [received.event for received in await bus.read_history(subjects.fact("run", run_id, fact.fact))]
-
-
-async def read_parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
-    """Return what was staged of one step, in stream order."""
-    return [part for part in await read_facts(bus, run_id, CheckpointStaged) if part.step == step]
 
 
 async def read_deleted_uris(bus: Bus, run_id: str) -> set[str]:

@@ -26,6 +26,7 @@ from contracts.events.checkpoint import (
     CheckpointDeleted,
     CheckpointRepaired,
     CheckpointRotten,
+    CheckpointStaged,
 )
 from contracts.events.run import RunPlaced
 from contracts.events.train import ScrubRequested
@@ -33,12 +34,15 @@ from contracts.manifest import files_of
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import (
     AssembledCheckpoint,
+    MissingParts,
     SealedCheckpoint,
     assemble,
     blobs_of_files,
     seal,
+    select_parts,
 )
-from services.checkpoint.keeper import read_deleted_uris, read_facts, read_parts
+from services.checkpoint.keeper import read_deleted_uris, read_facts
+from services.checkpoint.listings import read_files_of_parts
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
@@ -55,6 +59,8 @@ LAST = "scrubbed.last"
 CHECK_EVERY_S = 600.0
 #: A blob that is rotten again after each repair is published this often at most: a failing disk makes no storm.
 MAX_REPORTS = 3
+#: Blobs that one fact names, at most.
+MAX_REPORTED_BLOBS = 2000
 #: Who repairs manifests.
 SELF = "checkpoint"
 
@@ -160,7 +166,8 @@ class Scrubber:
             )
             manifest = sealed.manifest
         rotten = []
-        for blob in sorted(blobs_of_files(files_of(manifest)), key=lambda blob: blob.uri):
+        blobs = await asyncio.to_thread(lambda: blobs_of_files(files_of(manifest)))
+        for blob in sorted(blobs, key=lambda blob: blob.uri):
             if blob.uri not in seen:
                 seen[blob.uri] = await self._is_intact(blob.uri)
                 metrics.SCRUBBED_BYTES.inc(blob.size_bytes)
@@ -174,7 +181,7 @@ class Scrubber:
         """The manifest as it was committed; None if it is gone or another."""
         try:
             manifest = await self._objects.get(commit.checkpoint.uri)
-            files_of(manifest)
+            await asyncio.to_thread(files_of, manifest)
         except (ObjectNotFound, ValueError):
             return None
         expected = commit.manifest_sha256
@@ -198,6 +205,14 @@ class Scrubber:
     ) -> None:
         metrics.ROTTEN.inc(len(blobs))
         log.error("checkpoint is rotten", run_id=commit.run_id, step=commit.checkpoint.step, blobs=blobs[:8])
+        for number, start in enumerate(range(0, len(blobs), MAX_REPORTED_BLOBS), 1):
+            # An event has a limit, and a store that was lost may lack all blobs of a large checkpoint.
+            which = found_at if number == 1 else f"{found_at}, part {number}"
+            await self._publish_report(commit, blobs[start : start + MAX_REPORTED_BLOBS], repair, which, cause)
+
+    async def _publish_report(
+        self, commit: CheckpointCommitted, blobs: tuple[str, ...], repair: bool, found_at: str, cause: Envelope | None
+    ) -> None:
         fact = CheckpointRotten(
             run_id=commit.run_id,
             uri=commit.checkpoint.uri,
@@ -214,8 +229,16 @@ class Scrubber:
         placed = next((each for each in placements if each.generation == commit.generation), None)
         if placed is None:
             return None
-        staged = await read_parts(self._bus, commit.run_id, commit.checkpoint.step)
-        assembled = assemble(placed, staged, self._settings.bucket_models)
+        bucket = self._settings.bucket_models
+        selected = select_parts(placed, await self._read_parts(commit))
+        whole = (
+            selected
+            if isinstance(selected, MissingParts)
+            else await read_files_of_parts(self._objects, selected, bucket)
+        )
+        if not isinstance(whole, list):
+            return None
+        assembled = await asyncio.to_thread(assemble, placed, whole, bucket)
         if not isinstance(assembled, AssembledCheckpoint):
             return None
         digests = await self._verifier.contents(assembled.digest_files)
@@ -223,6 +246,17 @@ class Scrubber:
         if isinstance(sealed, SealedCheckpoint) and sealed.commit.manifest_sha256 == commit.manifest_sha256:
             return sealed
         return None
+
+    async def _read_parts(self, commit: CheckpointCommitted) -> list[CheckpointStaged]:
+        """Return what was staged of a committed step; of the other steps nothing is kept in memory."""
+        key, subject = (
+            (commit.generation, commit.checkpoint.step),
+            subjects.fact("run", commit.run_id, CheckpointStaged.fact),
+        )
+        found = []
+        async for batch in self._bus.follow(topology.FACTS.name, (subject,), until_caught_up=True):
+            found += [each.event for each in batch if (each.event.generation, each.event.step) == key]
+        return found
 
     # -- repairs ------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 
 from contracts.events.checkpoint import CheckpointFile
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import Blob
 from services.checkpoint.settings import CheckpointSettings
+from services.kit.concurrency import run_ahead
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
@@ -32,8 +34,13 @@ class Verifier:
 
     async def problem(self, blobs: Mapping[Blob, str]) -> str:
         """The first thing wrong with blobs of files (blob -> the file's path), in words; '' if they are there."""
-        problems = await asyncio.gather(*(self._blob(path, blob) for blob, path in blobs.items()))
-        return next((problem for problem in problems if problem), "")
+        checks = (self._blob(path, blob) for blob, path in blobs.items())
+        # Not all of them as tasks at once: a terabyte is more than a hundred thousand blobs.
+        async with aclosing(run_ahead(checks, limit=self._settings.checkpoint_verify_parallel)) as problems:
+            async for problem in problems:
+                if problem:
+                    return problem
+        return ""
 
     async def _blob(self, path: str, blob: Blob) -> str:
         async with self._slots:

@@ -81,8 +81,8 @@ class BatchPublisher:
         """
         if not await self.is_available():
             raise TransientError("the server does not publish batches on this stream")
-        if any(one.wire_bytes > self.bus.nc.max_payload for one in facts):
-            raise TransientError("a fact of the batch is larger than the server takes")
+        if any(one.find_size_problem(self.bus.nc.max_payload) for one in facts):
+            raise TransientError("a fact of the batch is larger than the server takes, or than readers decode")
         batch_id = uuid.uuid4().hex
         nc = self.bus.nc
         try:

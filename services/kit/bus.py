@@ -66,8 +66,6 @@ log = structlog.get_logger(__name__)
 PUBLISH_TIMEOUT_S = 2.0
 #: Seconds to keep trying to publish while the server is away. The ids make trying again safe.
 PUBLISH_PATIENCE_S = 120.0
-#: JetStream refuses a message with more; a sender's long id comes back as headers of each fact that it leads to.
-MAX_HEADER_BYTES = 64 * 1024
 #: Times to open a connection again that the server has closed.
 REOPEN_ATTEMPTS = 10
 REOPEN_INTERVAL_S = 0.5
@@ -199,7 +197,7 @@ class Bus:
         Raises:
             Conflict: ``expected`` does not hold, and what is there is not this fact.
             TransientError: the server did not answer for PUBLISH_PATIENCE_S.
-            PoisonMessage: the fact is larger than the server takes.
+            PoisonMessage: the fact is larger than the server takes or readers decode.
         """
         parent = telemetry.select_parent(cause.traceparent) if cause else ""
         with telemetry.start_span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
@@ -231,13 +229,10 @@ class Bus:
     async def send(self, message: OutgoingMessage) -> PublishAck:
         """Publish a message and wait until the server has stored it; see ``publish``."""
         subject, headers, body = message.subject, message.headers, message.body
-        header_bytes = message.wire_bytes - len(body)
-        if message.wire_bytes > self.nc.max_payload or header_bytes > MAX_HEADER_BYTES:
-            # The server answers it by closing the connection; trying again, as publishers do, would never end.
-            raise PoisonMessage(
-                f"{message.type} has {len(body):,} bytes and {header_bytes:,} of headers, more than "
-                "the server takes: raise max_payload in its configuration, or publish less at once"
-            )
+        if problem := message.find_size_problem(self.nc.max_payload):
+            # The server answers what it does not take by closing the connection, and trying again would never end. What
+            # no reader decodes would be stored for ever, and never have happened.
+            raise PoisonMessage(problem)
         deadline = time.monotonic() + PUBLISH_PATIENCE_S
         for attempt in range(1_000_000):
             try:

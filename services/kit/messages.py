@@ -10,10 +10,12 @@ from nats.aio.msg import Msg
 from nats.js.api import RawStreamMsg
 
 from contracts.base import Event
-from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
+from contracts.envelope import MAX_BODY_BYTES, Envelope, EnvelopeError, RawMessage, decode, encode
 
 E = TypeVar("E", bound=Event)
 
+#: JetStream refuses a message with more; a sender's long id comes back as headers of each fact that it leads to.
+MAX_HEADER_BYTES = 64 * 1024
 #: What the server answers when an expectation does not hold.
 WRONG_LAST_SEQUENCE = (10071, 10164)
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
@@ -99,6 +101,21 @@ class OutgoingMessage:
     def wire_bytes(self) -> int:
         """Bytes that count against the server's ``max_payload``, which nats-py compares with the body alone."""
         return len(self.body) + sum(len(f"{name}: {value}\r\n".encode()) for name, value in self.headers.items()) + 12
+
+    def find_size_problem(self, max_payload: int) -> str:
+        """Return why no server would store the message, or no reader read it; '' if it is small enough."""
+        body, headers = len(self.body), self.wire_bytes - len(self.body)
+        size = f"{self.type} on {self.subject} has {body:,} bytes and {headers:,} of headers"
+        if body > MAX_BODY_BYTES:
+            return (
+                f"{size}, more than the {MAX_BODY_BYTES:,} that readers decode: put large content into the object "
+                "store and name it in the event"
+            )
+        if self.wire_bytes > max_payload or headers > MAX_HEADER_BYTES:
+            return (
+                f"{size}, more than the server takes: raise max_payload in its configuration, or publish less at once"
+            )
+        return ""
 
     def with_expected(self, expected: ExpectedSequence) -> OutgoingMessage:
         """Return a copy that is stored only if ``expected`` holds."""

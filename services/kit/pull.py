@@ -26,6 +26,8 @@ SILENCE_S = 3.0
 MAX_BYTES = 32 * 2**20
 #: What ends a request that has brought as many bytes.
 BYTES_REACHED = "MaxBytes"
+#: What ends a request, of those with a limit of bytes, that has brought as many messages as it asked for.
+BATCH_COMPLETED = "Batch Completed"
 NANO = 1_000_000_000
 
 
@@ -111,12 +113,14 @@ class PullSubscription:
             self.activity.set()
 
     def _on_status(self, headers: dict[str, str]) -> None:
-        status = headers.get("Status")
-        if status in ("404", "408") or (status == "409" and BYTES_REACHED in headers.get("Description", "")):
+        status, description = headers.get("Status"), headers.get("Description", "")
+        if status in ("404", "408") or (status == "409" and BYTES_REACHED in description):
             # The request ended; what it did not deliver can be requested again.
             unsent = headers.get("Nats-Pending-Messages", "")
             self.outstanding = max(self.outstanding - int(unsent), 0) if unsent.isdigit() else 0
+        elif status == "409" and BATCH_COMPLETED in description:
+            pass  # its messages have been counted as they came
         elif status == "100":
             self.last_sent = int(headers.get(api.Header.LAST_CONSUMER, 0))
         else:
-            self._failure = f"{status} {headers.get('Description', '')}".strip()
+            self._failure = f"{status} {description}".strip()

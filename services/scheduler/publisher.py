@@ -18,7 +18,7 @@ import structlog
 from nats.js.errors import APIError, NotFoundError
 
 from contracts import subjects
-from contracts.envelope import Envelope
+from contracts.envelope import MAX_BODY_BYTES, Envelope
 from contracts.events.run import DecisionRecord, RunFact, RunPlaced
 from services.kit.batch import BatchPublisher, DuplicateMessage, WrongLastSequence, split_into_batches
 from services.kit.bus import Bus, Conflict, ExpectedSequence, OutgoingMessage, PublishAck, TransientError
@@ -51,9 +51,17 @@ class PendingFact:
 
     @classmethod
     def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord) -> PendingFact:
-        """Make the fact of a decision."""
+        """Make the fact of a decision.
+
+        Raises:
+            ValueError: no reader would read it.
+        """
         run = cluster.runs[decision.run_id]
         fact = fact_of(decision, cluster, now, made)
+        if isinstance(fact, RunPlaced) and (size := len(fact.model_dump_json(exclude_defaults=True))) > MAX_BODY_BYTES:
+            raise ValueError(
+                f"its placement has {size:,} bytes, more than the {MAX_BODY_BYTES:,} that an event may have"
+            )
         # A placement in the cycle that queues the run follows from a fact that is not stored yet.
         queued = isinstance(decision, PlaceRun)
         cause = Envelope(

@@ -12,6 +12,7 @@ from structlog.testing import CapturingLogger
 
 from contracts import topology
 from contracts.base import run_id_for
+from contracts.envelope import MAX_BODY_BYTES
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
@@ -112,14 +113,33 @@ async def test_what_cannot_be_decoded_is_told_once_however_often_it_is_read(
     assert [call.kwargs["sequence"] for call in log.calls] == [1, 2, 3]
 
 
-async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus) -> None:
+async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus.nc, "_max_payload", 1000)
     with pytest.raises(PoisonMessage, match="max_payload"):
-        await bus.publish(RunCancelled(run_id="r1", reason="x" * (bus.nc.max_payload + 1)))
+        await bus.publish(RunCancelled(run_id="r1", reason="x" * 1000))
+
+
+async def test_a_fact_that_no_reader_decodes_is_refused_at_once(bus: Bus) -> None:
+    """Stored, it would be skipped by each reader, and what it says would never have happened."""
+    largest = MAX_BODY_BYTES - len(bus.build_message(RunCancelled(run_id="r1", reason="")).body)
+    await bus.publish(RunCancelled(run_id="r1", reason="x" * largest))
+    with pytest.raises(PoisonMessage, match=r"run\.r1\.cancelled has 1,048,577 bytes .* object store"):
+        await bus.publish(RunCancelled(run_id="r1", reason="x" * (largest + 1)))
+    [read] = await bus.read_history("run.r1.*")
+    assert len(read.event.reason) == largest
 
 
 async def test_filters_that_the_server_refuses_are_an_error(bus: Bus) -> None:
     with pytest.raises(ValueError, match="cannot be read by the filters"):
         await asyncio.wait_for(anext(bus.follow(topology.FACTS.name, ("run.*.placed", "run.>"))), 60)
+
+
+async def test_long_history_is_read_over_one_subscription(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends a request that has brought all its messages with a status; it is no failure."""
+    monkeypatch.setattr("services.kit.follow.log", log := CapturingLogger())
+    await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"a{n}", reason="x")) for n in range(1200)))
+    assert len(await bus.read_history("run.*.*")) == 1200
+    assert log.calls == []
 
 
 async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nats_server: NatsServer) -> None:

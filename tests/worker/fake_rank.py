@@ -51,7 +51,8 @@ def checkpoint(step: int, final: bool = False) -> None:
     target.mkdir(parents=True, exist_ok=True)
     (target / f"state_{rank}.json").write_text(json.dumps({"step": step, "rank": rank}))
     if count := params.get("weights"):
-        values = array.array("f", (number * 0.37 * (1 + step * 1e-6) for number in range(count)))
+        period = params.get("period", count)
+        values = array.array("f", (number % period * (0.37 * (1 + step * 1e-6)) for number in range(count)))
         described = {"w": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}
         header = json.dumps(described).encode()
         content = len(header).to_bytes(8, "little") + header + values.tobytes()

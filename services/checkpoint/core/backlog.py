@@ -7,8 +7,7 @@ And most of the others would be deleted by retention right after their commit.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.spec.run import RunSpec
@@ -16,13 +15,10 @@ from services.checkpoint.core.commit import AssembledCheckpoint
 from services.checkpoint.core.retention import judged_uris, plan
 
 
-def newest_first(staged: Iterable[CheckpointStaged]) -> list[tuple[CheckpointStaged, list[CheckpointStaged]]]:
-    """Return each step's first part, and all of them: the final checkpoint, then by step, the newest first."""
-    steps: dict[int, list[CheckpointStaged]] = defaultdict(list)
-    for part in staged:
-        steps[part.step].append(part)
-    order = sorted(steps, key=lambda step: (any(part.final for part in steps[step]), step), reverse=True)
-    return [(steps[step][0], steps[step]) for step in order]
+def newest_first(steps: Mapping[int, Mapping[int, CheckpointStaged]]) -> list[Mapping[int, CheckpointStaged]]:
+    """Return the parts of each step: the final checkpoint's, then by step, the newest first."""
+    order = sorted(steps, key=lambda step: (any(part.final for part in steps[step].values()), step), reverse=True)
+    return [steps[step] for step in order]
 
 
 def is_superseded(

@@ -19,8 +19,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk, Exactness
+from contracts.events.checkpoint import (
+    CheckpointCommitted,
+    CheckpointFile,
+    CheckpointStaged,
+    Chunk,
+    Exactness,
+    FileListing,
+)
 from contracts.events.run import CheckpointRef, RunPlaced
+from contracts.manifest import MAX_LISTING_BYTES
 from services.checkpoint.core.digests import DIGESTS, MAX_DIGESTS_BYTES, state_digest, union
 
 BLOBS = "blobs/sha256/"
@@ -41,6 +49,8 @@ class Refusal:
     """The parts can never make a checkpoint, for this reason."""
 
     reason: str
+    #: The ranks did their part: the store lacks something, or holds something else.
+    infrastructure_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +113,8 @@ class SealedCheckpoint:
     commit: CheckpointCommitted
 
 
-def assemble(
-    placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str
-) -> AssembledCheckpoint | MissingParts | Refusal:
-    """Put the parts of one step together, in stream order. Same facts, same bytes.
+def select_parts(placed: RunPlaced, staged: Iterable[CheckpointStaged]) -> list[CheckpointStaged] | MissingParts:
+    """Return the parts that one step is made of, in the order of their ranks. Their files do not matter here.
 
     Parts of other generations, and of other nodes or ranks than the placement names, are left out.
     """
@@ -122,7 +130,19 @@ def assemble(
     missing = set[int]().union(*members.values()).difference(*(part.ranks for part in parts.values()))
     if missing and not whole:
         return MissingParts(tuple(sorted(missing)))
-    ordered = sorted(parts.values(), key=lambda part: min(part.ranks))
+    return sorted(parts.values(), key=lambda part: min(part.ranks))
+
+
+def assemble(
+    placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str
+) -> AssembledCheckpoint | MissingParts | Refusal:
+    """Put the parts of one step together, in stream order. Same facts, same bytes.
+
+    ``files`` of each part are all of its files: those of a listing were read before.
+    """
+    ordered = select_parts(placed, staged)
+    if isinstance(ordered, MissingParts):
+        return ordered
     first = ordered[0]
     for part in ordered[1:]:
         if (part.epoch, part.samples_consumed) != (first.epoch, first.samples_consumed):
@@ -192,6 +212,16 @@ def manifest_uri(bucket: str, experiment: str, run_id: str, epoch: int, step: in
 def canonical_json(value: Any) -> bytes:
     """The one way to write ``value``: sorted keys, no spaces, UTF-8."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def find_listing_problem(listing: FileListing, bucket: str) -> str:
+    """Return why a listing is not read, in words; '' if it is."""
+    match = BLOB_NAME.fullmatch(listing.uri.removeprefix(f"s3://{bucket}/{BLOBS}"))
+    if match is None or match[2] != listing.sha256:
+        return f"a list of files must be a blob by its hash in bucket {bucket}, not {listing.uri}"
+    if listing.size_bytes > MAX_LISTING_BYTES:
+        return f"a list of files has {listing.size_bytes:,} bytes, more than the {MAX_LISTING_BYTES:,} that are read"
+    return ""
 
 
 def _file_problem(file: CheckpointFile, bucket: str) -> str:

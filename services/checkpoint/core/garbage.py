@@ -2,8 +2,9 @@
 
 What makes it safe, although blobs are shared by content across runs and uploads go on meanwhile:
 
-1. A blob is garbage only if no manifest in the store, no unsettled ``checkpoint_staged`` and no artifact
-   in a fact names it, *and* it was last written more than ``grace`` ago.
+1. A blob is garbage only if no manifest in the store, no unsettled ``checkpoint_staged`` or listing of one, and no
+   artifact in a fact names it, *and* it was last written more than ``grace`` ago. A listing is a blob, too: it stays as
+   long as its checkpoint, which is rebuilt from it if the store loses the manifest.
 2. The facts and manifests are read after the blobs were listed.
 3. An upload that relies on an existing blob older than ``objects.REUSE_AGE_S`` writes it again
    (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from contracts.base import Event
@@ -26,6 +27,7 @@ from contracts.events.checkpoint import (
     CheckpointDeleted,
     CheckpointRefused,
     CheckpointStaged,
+    FileListing,
 )
 from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunFact, RunPlaced
 from contracts.manifest import files_of
@@ -45,6 +47,22 @@ class StoredBlob:
 
 
 @dataclass(slots=True)
+class StagedObjects:
+    """What the parts of one step name in the store, directly and by their listings."""
+
+    #: When the newest part was staged, or retention removed the checkpoint.
+    time: datetime
+    blobs: set[str] = field(default_factory=set)
+    listings: set[FileListing] = field(default_factory=set)
+
+    def add(self, part: CheckpointStaged, time: datetime) -> None:
+        self.time = time
+        self.blobs |= {uri for file in part.files for uri in file.uris}
+        if part.listing is not None:
+            self.listings.add(part.listing)
+
+
+@dataclass(slots=True)
 class Ledger:
     """Who needs which object, by the facts. A fold over facts in stream order."""
 
@@ -54,12 +72,12 @@ class Ledger:
     artifacts: set[str] = field(default_factory=set)
     #: Runs that are over: what they staged and nobody committed is not committed any more.
     ended: set[str] = field(default_factory=set)
-    #: (run, generation, step) -> when the newest part was staged, and the blobs of all its parts.
-    staged: dict[tuple[str, int, int], tuple[datetime, set[str]]] = field(default_factory=dict)
-    #: Manifest -> the blobs of its parts, while it is committed.
-    kept: dict[str, set[str]] = field(default_factory=dict)
-    #: Manifest -> when retention removed it, and its blobs; forgotten once ``forget_before`` is later.
-    removed: dict[str, tuple[datetime, set[str]]] = field(default_factory=dict)
+    #: (run, generation, step) -> what its parts name.
+    staged: dict[tuple[str, int, int], StagedObjects] = field(default_factory=dict)
+    #: Manifest -> what its parts name, while it is committed.
+    kept: dict[str, StagedObjects] = field(default_factory=dict)
+    #: Manifest -> what its parts named, after retention removed it; forgotten once ``forget_before`` is later.
+    removed: dict[str, StagedObjects] = field(default_factory=dict)
     forget_before: datetime | None = None
     #: A run that was accepted while retention decided may have begun with what it then deleted.
     holds: Holds = field(default_factory=Holds)
@@ -74,34 +92,47 @@ class Ledger:
                 self.generation[event.run_id] = max(event.generation, self.generation.get(event.run_id, 0))
             case CheckpointStaged():
                 key = (event.run_id, event.generation, event.step)
-                _, blobs = self.staged.get(key, (time, set()))
-                self.staged[key] = (time, blobs | {uri for file in event.files for uri in file.uris})
+                self.staged.setdefault(key, StagedObjects(time)).add(event, time)
             case CheckpointCommitted():
                 self.committed.add(event.checkpoint.uri)
                 # From here on its manifest names the blobs.
-                _, blobs = self.staged.pop((event.run_id, event.generation, event.checkpoint.step), (time, set()))
-                self.kept[event.checkpoint.uri] = blobs
+                key = (event.run_id, event.generation, event.checkpoint.step)
+                self.kept[event.checkpoint.uri] = self.staged.pop(key, StagedObjects(time))
             case CheckpointRefused():
                 self.staged.pop((event.run_id, event.generation, event.step), None)
             case CheckpointDeleted():
                 self.deleted.add(event.uri)
-                blobs = self.kept.pop(event.uri, set())
+                removed = self.kept.pop(event.uri, StagedObjects(time))
                 if self.forget_before is None or time > self.forget_before:
-                    self.removed[event.uri] = (time, blobs)
+                    self.removed[event.uri] = replace(removed, time=time)
             case RunExited() | RunCompleted():
                 self.artifacts |= {artifact.uri for artifact in event.artifacts}
             case RunEvaluated():
                 self.artifacts |= {artifact.uri for artifact in event.report}
 
     def pending_blobs(self, newer_than: datetime) -> set[str]:
-        """Blobs of parts that may still be committed, or were staged or given up a short while ago."""
+        """Blobs of parts that may still be committed, or were staged or given up a short while ago.
+
+        Not those that only a listing names: see ``pending_listings``.
+        """
+        return set[str]().union(*(each.blobs for each in self._pending(newer_than)))
+
+    def pending_listings(self, newer_than: datetime) -> set[FileListing]:
+        """Listings of such parts. What they name stays."""
+        return set[FileListing]().union(*(each.listings for each in self._pending(newer_than)))
+
+    @property
+    def kept_listings(self) -> set[str]:
+        """Listings of what is committed: the manifest is rebuilt from them if the store loses it."""
+        return {listing.uri for each in self.kept.values() for listing in each.listings}
+
+    def _pending(self, newer_than: datetime) -> list[StagedObjects]:
         waiting = [
-            blobs
-            for (run_id, generation, _), (time, blobs) in self.staged.items()
-            if time > newer_than or (run_id not in self.ended and generation >= self.generation.get(run_id, 0))
+            each
+            for (run_id, generation, _), each in self.staged.items()
+            if each.time > newer_than or (run_id not in self.ended and generation >= self.generation.get(run_id, 0))
         ]
-        removed = [blobs for time, blobs in self.removed.values() if time > newer_than]
-        return set().union(*waiting, *removed)
+        return waiting + [each for each in self.removed.values() if each.time > newer_than]
 
 
 def orphan_manifests(
@@ -122,8 +153,9 @@ def orphan_manifests(
 def select_garbage(
     blobs: Iterable[StoredBlob], named: set[str], ledger: Ledger, now: datetime, grace: timedelta
 ) -> list[StoredBlob]:
-    """Return the blobs that no manifest names. ``named`` are those of every manifest that stays."""
-    marked = named | ledger.artifacts | ledger.pending_blobs(now - grace)
+    """Return the blobs that nothing names. ``named`` are those of every manifest and pending listing that stays."""
+    listings = {listing.uri for listing in ledger.pending_listings(now - grace)} | ledger.kept_listings
+    marked = named | ledger.artifacts | ledger.pending_blobs(now - grace) | listings
     return [blob for blob in blobs if blob.uri not in marked and now - blob.modified_at > grace]
 
 

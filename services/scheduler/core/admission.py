@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from contracts.envelope import MAX_BODY_BYTES
 from contracts.events.run import CheckpointRef, Problem
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.data import DataSource
@@ -12,6 +13,9 @@ from contracts.spec.launchers import describe_launcher
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from services.scheduler.core.state.cluster import Cluster, Run
 
+#: The longest request that is accepted, as JSON. Each placement holds it, beside the members and the dataset: half of
+#: what an event may have.
+MAX_SPEC_BYTES = MAX_BODY_BYTES // 2
 #: How many of the existing checkpoints a rejection lists.
 LISTED = 20
 #: How many problems the reason of a rejection names; the fact has all of them.
@@ -42,6 +46,13 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
         )
     if spec.command is not None and (problem := describe_launcher(spec.command, spec.slots.max)):
         problems.append(Problem(field="command", message=problem))
+    size = len(spec.model_dump_json(exclude_defaults=True).encode())
+    if size > MAX_SPEC_BYTES:
+        message = (
+            f"the request has {size:,} bytes, more than the {MAX_SPEC_BYTES:,} that a placement can hold: put "
+            "large params, env and files into the code package or the object store, and name them"
+        )
+        problems.append(Problem(field="", message=message))
     if problems:
         return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
     return AcceptRun(run_id, spec.run_spec)

@@ -12,9 +12,10 @@ from pathlib import Path
 import structlog
 
 from contracts import subjects
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, FileListing
 from contracts.events.run import Artifact, Member, RunPlaced
 from contracts.ranks import CheckpointLine
+from services.kit.bus import PoisonMessage
 from services.kit.store.files import is_inside
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
@@ -86,61 +87,23 @@ class CheckpointStager:
         return sorted({*ready, *state.snapshots})
 
     async def _stage(self, step: int) -> None:
-        state = self._follower.state
-        lines = {
-            rank: line for rank, each in sorted(state.ranks.items()) for line in each.checkpoints if line.step == step
-        }
-        snapshot = state.snapshots.get(step)
-        if snapshot is not None:
-            lines = {0: snapshot}
+        lines = self._lines_of(step)
         started = time.monotonic()
-        first = next(iter(lines.values()))
-        context = self._context
         try:
             paths = await asyncio.to_thread(collect_files, list(lines.values()), self._folder)
-            bases = await self._load_bases() if self._placed.spec.checkpoints.delta else None
-            uploader = CheckpointUploader(
-                context.objects, context.settings.bucket_models, context.cache, context.known_blobs, bases
-            )
-            files = await uploader.upload(paths)
-        except (UploadError, FileNotFoundError) as error:
+            size_bytes = await self._upload(step, lines, paths)
+        except (UploadError, FileNotFoundError, PoisonMessage) as error:
             log.error("a checkpoint cannot be staged and is skipped", step=step, error=str(error))
             await self._remove_step(step)
             return
-        await self._publish(
-            CheckpointStaged(
-                run_id=self._placed.run_id,
-                generation=self._placed.generation,
-                node_id=self._member.node_id,
-                # A command reports for all of its node's ranks.
-                ranks=self._member.ranks if self._placed.spec.command is not None else tuple(lines),
-                world_size=self._placed.world_size,
-                step=step,
-                epoch=first.epoch,
-                samples_consumed=first.samples_consumed,
-                is_whole=snapshot is not None,
-                step_is_count=first.step_is_count,
-                files=files,
-                metrics=first.metrics,
-                final=any(line.final for line in lines.values()),
-                exactness=("exact" if all(line.exactness == "exact" for line in lines.values()) else "samples-exact"),
-            )
-        )
         metrics.UPLOAD_SECONDS.observe(time.monotonic() - started)
-        metrics.UPLOAD_BYTES.inc(sum(file.size_bytes for file in files))
-        log.info(
-            "checkpoint staged",
-            step=step,
-            files=len(files),
-            bytes=sum(file.size_bytes for file in files),
-            sent_bytes=uploader.sent_bytes,
-            seconds=round(time.monotonic() - started, 3),
-        )
+        metrics.UPLOAD_BYTES.inc(size_bytes)
+        context, state = self._context, self._follower.state
         if self._placed.spec.checkpoints.dvc:
             # Before the step is removed from the state: a restarted agent writes the pointer again.
-            placed = self._placed
+            placed, epoch = self._placed, next(iter(lines.values())).epoch
             key = pointer_key(
-                placed.spec.experiment, placed.run_id, first.epoch, step, placed.generation, self._member.node_id
+                placed.spec.experiment, placed.run_id, epoch, step, placed.generation, self._member.node_id
             )
             await write_pointer(context.objects, context.settings.bucket_models, key, paths)
         state.staged_step = max(step, state.staged_step or 0)
@@ -148,6 +111,67 @@ class CheckpointStager:
         await self._remove_step(step)
         await asyncio.to_thread(self._remove_old_folders)
         await asyncio.to_thread(context.cache.evict)
+
+    def _lines_of(self, step: int) -> dict[int, CheckpointLine]:
+        """Return what the ranks have reported of a step, or the one snapshot of what a script left."""
+        state = self._follower.state
+        if (snapshot := state.snapshots.get(step)) is not None:
+            return {0: snapshot}
+        return {
+            rank: line for rank, each in sorted(state.ranks.items()) for line in each.checkpoints if line.step == step
+        }
+
+    async def _upload(self, step: int, lines: Mapping[int, CheckpointLine], paths: dict[str, Path]) -> int:
+        """Upload the files and publish them as staged; return their bytes.
+
+        Raises:
+            UploadError: they cannot be uploaded.
+            PoisonMessage: no reader would read the fact.
+        """
+        context, started = self._context, time.monotonic()
+        bases = await self._load_bases() if self._placed.spec.checkpoints.delta else None
+        uploader = CheckpointUploader(
+            context.objects, context.settings.bucket_models, context.cache, context.known_blobs, bases
+        )
+        files = await uploader.upload(paths)
+        staged = self._describe(step, lines, files, await uploader.upload_listing(files))
+        await self._publish(staged)
+        log.info(
+            "checkpoint staged",
+            step=step,
+            files=len(files),
+            bytes=staged.size_bytes,
+            sent_bytes=uploader.sent_bytes,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        return staged.size_bytes
+
+    def _describe(
+        self,
+        step: int,
+        lines: Mapping[int, CheckpointLine],
+        files: tuple[CheckpointFile, ...],
+        listing: FileListing | None,
+    ) -> CheckpointStaged:
+        first = next(iter(lines.values()))
+        return CheckpointStaged(
+            run_id=self._placed.run_id,
+            generation=self._placed.generation,
+            node_id=self._member.node_id,
+            # A command reports for all of its node's ranks.
+            ranks=self._member.ranks if self._placed.spec.command is not None else tuple(lines),
+            world_size=self._placed.world_size,
+            step=step,
+            epoch=first.epoch,
+            samples_consumed=first.samples_consumed,
+            is_whole=step in self._follower.state.snapshots,
+            step_is_count=first.step_is_count,
+            files=() if listing is not None else files,
+            listing=listing,
+            metrics=first.metrics,
+            final=any(line.final for line in lines.values()),
+            exactness="exact" if all(line.exactness == "exact" for line in lines.values()) else "samples-exact",
+        )
 
     async def _load_bases(self) -> DeltaBases:
         """Return the part of the run's last committed checkpoint that this node has; before one, of what it resumed."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import structlog
 
-from contracts.events.checkpoint import CheckpointFile, Chunk
+from contracts.events.checkpoint import CheckpointFile, Chunk, FileListing
 from contracts.events.run import Artifact
+from contracts.manifest import MAX_INLINE_BYTES, MAX_LISTING_BYTES, encode_listing
 from contracts.ranks import CheckpointLine
 from services.kit import chunks as kit
 from services.kit.store.errors import ObjectNotFound
@@ -120,6 +121,27 @@ class CheckpointUploader:
                 each.cancel()
             await asyncio.gather(*work, *self._sending.values(), return_exceptions=True)
             metrics.SENT_BYTES.inc(self.sent_bytes)
+
+    async def upload_listing(self, files: Sequence[CheckpointFile]) -> FileListing | None:
+        """Store the list of the files; return None if it is short enough to stand in a fact.
+
+        Raises:
+            UploadError: it is longer than any reader reads.
+        """
+        content = await asyncio.to_thread(encode_listing, files)
+        if len(content) <= MAX_INLINE_BYTES:
+            return None
+        if len(content) > MAX_LISTING_BYTES:
+            chunks = sum(len(file.chunks) for file in files)
+            raise UploadError(
+                f"the list of its {chunks:,} pieces has {len(content):,} bytes, more than the {MAX_LISTING_BYTES:,} "
+                "that are read of one node: train on more nodes, or store a smaller state"
+            )
+        digest = await asyncio.to_thread(_sha256, content)
+        if not self._known.has(digest):
+            await self._store(content, digest)
+        files_bytes = sum(file.size_bytes for file in files)
+        return FileListing(uri=self._uri(digest), sha256=digest, size_bytes=len(content), files_bytes=files_bytes)
 
     async def _upload_file(self, name: str, path: Path) -> CheckpointFile:
         with path.open("rb") as file:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from contracts.machine_limits import MemoryUse
 from contracts.ranks import CheckpointLine, StartedLine
 from tests.trainbus.support import Warm, exact_dataset, journal
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start, start_run
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.step_hold import StepHold
+from trainbus.trainer import survivor_state
 
 pytestmark = pytest.mark.shell
 
@@ -149,6 +152,18 @@ def test_state_without_room_in_memory_is_saved_on_disk(
     started = next(line for line in journal(tmp_path / "g2") if isinstance(line, StartedLine))
     assert (started.resumed_from, started.exactness) == ("memory", "exact")
     assert digests(tmp_path / "g2") == whole
+
+
+def test_a_container_without_memory_for_it_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivor_state, "limited_memory", lambda: MemoryUse(used_bytes=900, limit_bytes=1000))
+    folder = survivor_state.SurvivorFolder(tmp_path / "memory" / "r", 1, 0, max_bytes=10**9)
+    (tmp_path / "memory").mkdir()
+    files = {"model-0.safetensors": {"weight": torch.ones(100)}}
+    with pytest.raises(OSError, match="1000 B are allowed by the container, of which 900 B are used"):
+        folder.allocate(files)
+    assert not list((tmp_path / "memory").rglob("*.safetensors"))
+    monkeypatch.setattr(survivor_state, "limited_memory", lambda: MemoryUse(used_bytes=500, limit_bytes=1000))
+    folder.allocate(files)
 
 
 def test_without_room_anywhere_the_last_checkpoint_is_left(

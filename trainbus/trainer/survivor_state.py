@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contracts.machine_limits import limited_memory
 from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import STATE, digests_file
@@ -239,6 +240,14 @@ class SurvivorFolder:
         with (self._root.parent / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             needed = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+            shared = limited_memory()
+            # A file in memory beyond that would end this process, or another one of the container.
+            if shared is not None and needed > shared.limit_bytes - shared.used_bytes:
+                raise OSError(
+                    errno.EDQUOT,
+                    f"{format_bytes(shared.limit_bytes)} are allowed by the container, of which "
+                    f"{format_bytes(shared.used_bytes)} are used: raise its memory limit",
+                )
             others = _size_bytes(self._root.parent) - _size_bytes(hidden)
             if needed + others > self._max_bytes:
                 raise OSError(

@@ -80,6 +80,13 @@ class MLP(Images):
         return torch.optim.AdamW(groups, lr=self.lr)
 
 
+class PlateauMLP(MLP):
+    """The rate falls after each validation that is not far better than the best one."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+
+
 class CNN(Images):
     """BatchNorm, whose statistics change in each forward, and SGD with momentum."""
 

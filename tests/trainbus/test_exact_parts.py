@@ -22,8 +22,13 @@ from trainbus.data.loader import BatchLoader
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.data.workers import sample_generator
+<<<<<<< HEAD
 from trainbus.trainer import environment, kernel_choice
 from trainbus.trainer.step_data import StepLoader
+=======
+from trainbus.trainer import environment
+from trainbus.trainer.step_data import StepLoader, TrainingData
+>>>>>>> b37ac73f3a376fc7b04c9ff7e0919428fe7349ad
 from trainbus.trainer.straggler import StragglerDetector
 from trainbus.trainer.trainer import TrainingDiverged
 from trainbus.trainer.training_state import MovingAverage
@@ -127,6 +132,22 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> 
     first, again, other = (sample_generator(5, epoch, 3).random(4) for epoch in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 5])
+@pytest.mark.parametrize("leaf_count", [1, 3, 4])
+def test_every_rank_knows_which_steps_have_empty_micro_batches(
+    tmp_path: Path, leaf_count: int, accumulate: int
+) -> None:
+    dataset = linear_dataset(tmp_path, train=23)
+    training = Training(epochs=1, global_batch=10, accumulate=accumulate)
+    data = TrainingData(Linear(), dataset, training)
+    loading = BatchLoader(Linear(), data.train_split)
+    whole = StepLoader(loading, data.sampler, training, range(leaf_count), leaf_count).steps(0, 3)
+    last = StepLoader(loading, data.sampler, training, range(leaf_count - 1, leaf_count), leaf_count).steps(0, 3)
+    for step, part in zip(whole, last, strict=True):
+        found = any(micro.samples == 0 for leaf in step.leaves for micro in leaf.micro_batches)
+        assert step.has_empty == part.has_empty == found
 
 
 def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -> None:

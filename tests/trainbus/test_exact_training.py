@@ -136,6 +136,7 @@ HISTORIES = {
     "cnn, fsdp2": ("CNN", [3, 1, 2], {"strategy": "fsdp2"}),
     "gpt, fsdp2, average, 7 leaves": ("GPT", [2, 1, 3], {"strategy": "fsdp2", "ema_decay": 0.9, "logical_ranks": 7}),
     "mlp, fp16": ("MLP", [3, 1, 2], {"precision": "fp16"}),
+    "mlp, plateau": ("PlateauMLP", [2, 1, 3], {"validate_every_steps": 2}),
     # Micro-batches of one text, some of which have no byte at all.
     "gpt, padded": ("PaddedGPT", [3, 1, 2], {"accumulate": 6}),
     "gpt, padded, fsdp2": ("PaddedGPT", [2, 1, 3], {"accumulate": 6, "strategy": "fsdp2"}),

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from trainbus.task import Task, TaskError
-from trainbus.trainer.strategies.fsdp_units import fsdp_units
+from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
 
 
 def block() -> nn.Module:
@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 
 def names(task: Task, model: nn.Module) -> list[str]:
-    units = fsdp_units(task, model)
+    units = find_fsdp_units(task, model)
     return [name for name, module in model.named_modules() if module in units]
 
 
@@ -58,13 +58,13 @@ class Named(Task):
 def test_a_task_names_its_units() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     assert names(Named(), model) == ["0", "1.0"]
-    assert fsdp_units(Named(), model) == [model[1][0], model[0]]  # type: ignore[index]
+    assert find_fsdp_units(Named(), model) == [model[1][0], model[0]]  # type: ignore[index]
     with pytest.raises(TaskError, match="'0' shares a weight"):
-        fsdp_units(Named(), tied())
+        find_fsdp_units(Named(), tied())
 
     class Foreign(Task):
         def fsdp_units(self, model: nn.Module) -> list[nn.Module]:
             return [nn.Linear(2, 2)]
 
     with pytest.raises(TaskError, match="Linear, which is no module of the model"):
-        fsdp_units(Foreign(), model)
+        find_fsdp_units(Foreign(), model)

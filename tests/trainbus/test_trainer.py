@@ -31,7 +31,7 @@ from tests.trainbus.support import (
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task, TaskError, load_task
-from trainbus.trainer import checkpoint
+from trainbus.trainer import checkpoint, optimizer_state
 from trainbus.trainer.checkpoint import CheckpointError
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import StartPoint
@@ -380,3 +380,16 @@ def test_a_step_is_the_mean_over_what_counts(dataset: Dataset, tmp_path: Path) -
     assert outcome.metrics["validation/first"] == pytest.approx(float((batch[1] == 0).float().mean()))
     with pytest.raises(TaskError, match="is 0 for all samples"):
         train(tmp_path / "none", dataset, Uncounted(), **rules)
+
+
+def test_an_older_checkpoint_lists_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = optimizer_state.pack(optimizer, model)
+    assert state.groups[0]["params"] == ["1.weight", "1.bias"]
+    state.groups[0]["params"] = [name for name, _ in model.named_parameters()]
+    optimizer_state.unpack(state, optimizer, model)
+    state.groups[0]["params"].remove("1.bias")
+    with pytest.raises(StateMismatch, match=r"1\.bias"):
+        optimizer_state.unpack(state, optimizer, model)

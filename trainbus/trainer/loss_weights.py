@@ -17,7 +17,7 @@ def has_loss_weights(task: Task) -> bool:
     return type(task).loss_weight is not Task.loss_weight
 
 
-def loss_weight(task: Task, batch: Any) -> float:
+def weigh_batch(task: Task, batch: Any) -> float:
     """Return the task's weight of a batch.
 
     Raises:
@@ -58,7 +58,7 @@ def weigh_step(task: Task, data: StepData, agreement: StepAgreement) -> StepWeig
         shares = {leaf.leaf: [micro.samples / total for micro in leaf.micro_batches] for leaf in data.leaves}
         return StepWeights(shares, data.has_empty)
     weights = {
-        leaf.leaf: [0.0 if micro.batch is None else loss_weight(task, micro.batch) for micro in leaf.micro_batches]
+        leaf.leaf: [0.0 if micro.batch is None else weigh_batch(task, micro.batch) for micro in leaf.micro_batches]
         for leaf in data.leaves
     }
     sums = {leaf: sum_in_order(values) for leaf, values in weights.items()}

@@ -19,7 +19,7 @@ from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
 from trainbus.trainer.checkpoint import Progress
-from trainbus.trainer.loss_weights import has_loss_weights, loss_weight
+from trainbus.trainer.loss_weights import has_loss_weights, weigh_batch
 from trainbus.trainer.step_agreement import sum_in_order
 from trainbus.trainer.strategies.base import AUTOCAST
 from trainbus.trainer.world import World, seed_all
@@ -92,7 +92,7 @@ def measure_split(
                 batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)
                 if counted:
-                    weights[chunk] = loss_weight(task, item.batch) if has_loss_weights(task) else float(item.samples)
+                    weights[chunk] = weigh_batch(task, item.batch) if has_loss_weights(task) else float(item.samples)
                     for name, value in found.items():
                         sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples, weights[chunk])
                         if torch.as_tensor(value).shape == ():

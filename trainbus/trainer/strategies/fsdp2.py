@@ -27,7 +27,7 @@ from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import StepResult, Strategy
-from trainbus.trainer.strategies.fsdp_units import fsdp_units
+from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
 from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
 from trainbus.trainer.world import World
 
@@ -207,7 +207,7 @@ def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
     """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*fsdp_units(task, model), model]:
+    for module in [*find_fsdp_units(task, model), model]:
         fully_shard(module, mesh=mesh)
     sharded: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for each in sharded:
@@ -221,7 +221,7 @@ def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
 def shard_for_inference(model: nn.Module, task: Task, world: World) -> nn.Module:
     """Shard a model, whose weights are loaded, over the ranks; a forward pass gathers one block at a time."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*fsdp_units(task, model), model]:
+    for module in [*find_fsdp_units(task, model), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model
 

@@ -13,7 +13,7 @@ from trainbus.task import Task, TaskError
 UNCALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-def fsdp_units(task: Task, model: nn.Module) -> list[nn.Module]:
+def find_fsdp_units(task: Task, model: nn.Module) -> list[nn.Module]:
     """Return the units that the task names, or else the model's repeated blocks; inner units before outer ones.
 
     Raises:
@@ -25,7 +25,7 @@ def fsdp_units(task: Task, model: nn.Module) -> list[nn.Module]:
     foreign = [type(unit).__name__ for unit in found if not any(unit is module for module in known)]
     if foreign:
         raise TaskError(f"{type(task).__name__}.fsdp_units() names {foreign[0]}, which is no module of the model")
-    shared = _sharing(model, found)
+    shared = _find_shared(model, found)
     if shared and named is not None:
         name = next(name for name, module in model.named_modules() if module in shared)
         raise TaskError(
@@ -41,7 +41,7 @@ def fsdp_units(task: Task, model: nn.Module) -> list[nn.Module]:
 def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of the outermost containers; a block that a container repeats with its weights is not one."""
     children = [child for child in model._modules.values() if child is not None]
-    repeated = _blocks_of(model, children)
+    repeated = _find_repeated(model, children)
     times = Counter(map(id, children))
     for child in model.children():
         if id(child) not in repeated or isinstance(child, UNCALLED):
@@ -50,7 +50,7 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _blocks_of(module: nn.Module, children: Sequence[nn.Module]) -> set[int]:
+def _find_repeated(module: nn.Module, children: Sequence[nn.Module]) -> set[int]:
     """Return the ids of what a container repeats: everything in a list, else what has parts and a class in common."""
     if isinstance(module, nn.ModuleList):
         return set(map(id, children))
@@ -61,7 +61,7 @@ def _blocks_of(module: nn.Module, children: Sequence[nn.Module]) -> set[int]:
     return {id(child) for child in composite if classes[type(child)] > 1}
 
 
-def _sharing(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Module]:
+def _find_shared(model: nn.Module, units: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the units that have a weight in common with another unit or with the rest of the model."""
     chosen = set(units)
     holders: dict[int, set[nn.Module]] = {}

@@ -22,13 +22,8 @@ from trainbus.data.loader import BatchLoader
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.data.workers import sample_generator
-<<<<<<< HEAD
 from trainbus.trainer import environment, kernel_choice
-from trainbus.trainer.step_data import StepLoader
-=======
-from trainbus.trainer import environment
 from trainbus.trainer.step_data import StepLoader, TrainingData
->>>>>>> b37ac73f3a376fc7b04c9ff7e0919428fe7349ad
 from trainbus.trainer.straggler import StragglerDetector
 from trainbus.trainer.trainer import TrainingDiverged
 from trainbus.trainer.training_state import MovingAverage

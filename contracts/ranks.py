@@ -273,6 +273,8 @@ class EndedLine(TimedLine):
     permanent: bool = False
     #: The loss or the state is not finite: another attempt begins with a committed checkpoint, not with what is newer.
     diverged: bool = False
+    #: The ranks whose copy of the state is not the others'; all of them where no majority tells which is right.
+    drifted_ranks: tuple[int, ...] = ()
 
 
 #: The lines of which the rank informs the agent at once.

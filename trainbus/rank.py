@@ -39,6 +39,7 @@ from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.divergence import TrainingDiverged
+from trainbus.trainer.drift import RanksDrifted
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.peers import abort_communicator, keep_process_on_errors
 from trainbus.trainer.start_point import InitialWeights, StartPoint
@@ -49,7 +50,16 @@ from trainbus.trainer.world import World, WorldError, limit_memory, limit_thread
 
 EXIT_FAILED = 1
 #: Errors whose text explains them; the log gets the traceback of any other.
-EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged, WorldError)
+EXPLAINED = (
+    TaskError,
+    DatasetError,
+    CheckpointError,
+    StateMismatch,
+    OrderMismatch,
+    TrainingDiverged,
+    RanksDrifted,
+    WorldError,
+)
 #: Errors that the same request always causes again.
 PERMANENT = (StateMismatch, OrderMismatch)
 
@@ -224,7 +234,8 @@ def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
         outcome="failed",
         error=text[:4000],
         permanent=_is_permanent(error),
-        diverged=isinstance(error, TrainingDiverged),
+        diverged=isinstance(error, (TrainingDiverged, RanksDrifted)),
+        drifted_ranks=error.ranks if isinstance(error, RanksDrifted) else (),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from contracts.datasets import dataset_uri, shard_uri
 from contracts.events.checkpoint import CheckpointStaged
+from contracts.events.node import NodeUnfit
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased, RunStarted
 from services.kit.store.files import hash_file
 from services.worker.app import build
@@ -134,7 +135,7 @@ async def test_a_retry_after_nan_begins_with_a_committed_checkpoint(world: World
     committing = asyncio.create_task(world.commit_all())
     try:
         await until(lambda: service.check_readiness().get("joined", False), 90)
-        training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10}
+        training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10, "validate_every_steps": 100_000}
         params = {"flag": str(tmp_path / "flag")}
         fields: dict[str, Any] = {"task": "diverging:Diverging", "dataset": prepared, "training": training}
         await world.place(params=params, **fields)
@@ -148,6 +149,55 @@ async def test_a_retry_after_nan_begins_with_a_committed_checkpoint(world: World
         assert (started.resumed_from, started.step) == ("checkpoint", 10)
         exited: Any = await world.wait_for(RunExited, count=2, timeout_s=90)
         assert (exited.outcome, exited.step) == ("succeeded", 30), exited
+    finally:
+        committing.cancel()
+        service.stopping.set()
+        await asyncio.wait_for(running, 90)
+
+
+#: One bit of one weight of the second rank flips.
+DRIFTING_TASK = """
+import os
+
+import torch
+
+import task
+
+
+class Drifting(task.Linear):
+    def optimizer(self, model):
+        self.steps, self.weights = 0, list(model.parameters())
+        optimizer = super().optimizer(model)
+        optimizer.register_step_post_hook(self.count)
+        return optimizer
+
+    def count(self, *_):
+        self.steps += 1
+        if self.steps == 15 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                self.weights[0].view(-1).view(torch.uint8)[0] ^= 1
+"""
+
+
+async def test_a_device_that_computes_wrongly_is_unfit(world: World, tmp_path: Path) -> None:
+    prepared = await prepare(world, tmp_path / "dataset")
+    await world.upload_code(package({"task.py": LINEAR_TASK.encode(), "drifting.py": DRIFTING_TASK.encode()}))
+    service = build(world.settings.model_copy(update={"warm": True, "slots": 4}))
+    running = asyncio.create_task(service.run())
+    committing = asyncio.create_task(world.commit_all())
+    try:
+        await until(lambda: service.check_readiness().get("joined", False), 90)
+        training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10}
+        training |= {"validate_every_steps": 100_000}
+        fields: dict[str, Any] = {"task": "drifting:Drifting", "dataset": prepared, "training": training}
+        await world.place(slots=(2, 3, 0), **fields)
+        failed: Any = await world.wait_for(RunExited, timeout_s=90)
+        assert (failed.outcome, failed.infrastructure_failure) == ("failed", True)
+        assert "that of rank 1 is not the others' after step 20" in failed.reason
+        assert (await _last_commit(world)).step == 10
+        facts = await world.facts(world.settings.node_id, subject="node.{}.*")
+        (unfit,) = [fact for fact in facts if isinstance(fact, NodeUnfit)]
+        assert unfit.slots == (3,)
     finally:
         committing.cancel()
         service.stopping.set()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainbus.agent_link import Control
 from trainbus.data.loader import Prefetcher
+from trainbus.trainer.drift import find_drifted
 from trainbus.trainer.world import World
 
 #: Places of the numbers ahead of the leaves' losses.
@@ -40,6 +41,8 @@ class StepSummary:
     lacks_data: bool
     #: Each rank's own seconds of work in the step before, by rank.
     busy_s: tuple[float, ...]
+    #: The ranks whose state differed from the others' before this step.
+    drifted: tuple[int, ...] = ()
 
 
 def _nothing() -> None:
@@ -58,6 +61,8 @@ class PostedStep:
     grad_norm: Tensor | None = None
     wait_for_norm: Callable[[], object] = _nothing
     skipped: bool = False
+    #: Whether the ranks' checksums are among the numbers.
+    has_checksums: bool = False
 
 
 class StepAgreement:
@@ -74,6 +79,8 @@ class StepAgreement:
         self._world = world
         self._leaf_count = leaf_count
         self._posted: PostedStep | None = None
+        #: Where the ranks' checksums begin, behind their seconds of work.
+        self._checksums_at = HEAD + leaf_count + world.size
         cuda = world.device.type == "cuda"
         #: The all-reduce waits for the slowest rank; on this stream the backward pass does not wait with it.
         self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
@@ -87,21 +94,25 @@ class StepAgreement:
         checkpoint_now: bool,
         lacks_data: bool = False,
         busy_s: float = 0.0,
+        checksum: Tensor | None = None,
     ) -> StepSummary | None:
         """Post the numbers of the step under way; return the summary of the step before, None if it was returned.
 
-        ``losses`` are those of this rank's leaves, each its share of the mean over the global batch. ``busy_s`` is of
-        the step before, since this one is not over.
+        ``losses`` are those of this rank's leaves, each its share of the mean over the global batch. ``busy_s`` and
+        ``checksum`` (``drift.checksum``, of all ranks or none) are of the step before, since this one is not over.
         """
         summary = self.collect()
-        known = [0.0] * (HEAD + self._leaf_count + self._world.size)
+        known = [0.0] * (self._checksums_at + 2 * self._world.size)
         known[STOP], known[CHECKPOINT_NOW], known[LACKS_DATA] = float(stop), float(checkpoint_now), float(lacks_data)
         known[HEAD + self._leaf_count + self._world.rank] = busy_s
         numbers = torch.tensor(known, dtype=torch.float64).to(self._world.device, non_blocking=True)
         if losses:
             first = HEAD + min(losses)
             numbers[first : first + len(losses)] = torch.stack([losses[leaf] for leaf in sorted(losses)])
-        self._posted = PostedStep(step, *self._sum(numbers))
+        if checksum is not None:
+            own = self._checksums_at + 2 * self._world.rank
+            numbers[own : own + 2] = checksum
+        self._posted = PostedStep(step, *self._sum(numbers), has_checksums=checksum is not None)
         return summary
 
     def _sum(self, numbers: Tensor) -> tuple[Tensor, Callable[[], object]]:
@@ -148,7 +159,7 @@ class StepAgreement:
         posted.wait()
         posted.wait_for_norm()
         values: list[float] = posted.numbers.tolist()
-        losses, busy_s = values[HEAD : HEAD + self._leaf_count], values[HEAD + self._leaf_count :]
+        losses, busy_s = values[HEAD : HEAD + self._leaf_count], values[HEAD + self._leaf_count : self._checksums_at]
         return StepSummary(
             posted.step,
             sum_in_order(losses),
@@ -158,7 +169,16 @@ class StepAgreement:
             skipped=posted.skipped,
             lacks_data=values[LACKS_DATA] > 0,
             busy_s=tuple(busy_s),
+            drifted=find_drifted(_pairs(values[self._checksums_at :])) if posted.has_checksums else (),
         )
+
+    def compare(self, checksum: Tensor) -> tuple[int, ...]:
+        """Return the ranks whose checksum differs from the others'; every rank calls it and waits."""
+        if self._world.size == 1:
+            return ()
+        numbers = torch.zeros(2 * self._world.size, dtype=torch.float64, device=self._world.device)
+        numbers[2 * self._world.rank : 2 * self._world.rank + 2] = checksum
+        return find_drifted(_pairs(self._world.all_reduce(numbers).tolist()))
 
     def agree(self, lacking: bool, stop: bool) -> tuple[bool, bool]:
         """Return whether any rank lacks its samples, and whether any must stop; every rank calls it and waits."""
@@ -226,6 +246,10 @@ class StepBarrier:
         ):
             pass
         return here
+
+
+def _pairs(values: list[float]) -> list[tuple[float, float]]:
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def sum_in_order(values: list[float]) -> float:

@@ -26,6 +26,7 @@ from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.divergence import TrainingDiverged
+from trainbus.trainer.drift import CHECK_EVERY_STEPS, RanksDrifted, checksum
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.loss_weights import weigh_step
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
@@ -159,6 +160,8 @@ class Trainer:
             self._observers.append(SampleRecorder(path))
         #: The step of the last validation, and what it found.
         self._validated: tuple[int, dict[str, float]] = (-1, {})
+        #: Of the state after the last step; posted with the next one.
+        self._checksum: Tensor | None = None
         self._stop_agreed = False
         self._checkpoint_requested = False
 
@@ -221,6 +224,8 @@ class Trainer:
         learning_rate = float(self.strategy.optimizer.param_groups[0]["lr"])
         result = self._optimizer_step()
         self._advance(data)
+        if self.progress.step % CHECK_EVERY_STEPS == 0:
+            self._checksum = self._checksum_copies()
         step_s = time.perf_counter() - started
         progress = self.progress
         completed = CompletedStep(
@@ -314,13 +319,32 @@ class Trainer:
             checkpoint_now=self.control.take_checkpoint_request() or self._checkpoints.is_due_by_clock(),
             lacks_data=lacks_data,
             busy_s=0.0 if self._straggler is None else self._straggler.busy_s,
+            checksum=self._checksum,
         )
+        self._checksum = None
         self._apply_summary(summary)
+
+    def _checksum_copies(self) -> Tensor | None:
+        """Return the checksum of what every rank has a copy of; None where there are no copies."""
+        copies = self.strategy.copied_tensors() if self.world.size > 1 else []
+        return checksum(copies, self.world.device) if copies else None
+
+    def _check_copies(self) -> None:
+        """Compare the ranks' copies of the state: each rank saves a part of it.
+
+        Raises:
+            RanksDrifted: they differ.
+        """
+        own = self._checksum_copies()
+        if own is not None and (drifted := self._agreement.compare(own)):
+            raise RanksDrifted(self.progress.step, drifted, self.world.size)
 
     def _apply_summary(self, summary: StepSummary | None) -> None:
         """Pass on what all ranks reported at the end of a step, and note what it asks for."""
         if summary is None:
             return
+        if summary.drifted:
+            raise RanksDrifted(summary.step - 1, summary.drifted, self.world.size)
         self._barrier.record_summary(summary)
         for name, value in (("train/loss", summary.loss), ("train/grad_norm", summary.grad_norm)):
             if not math.isfinite(value) and not summary.skipped:
@@ -385,6 +409,7 @@ class Trainer:
             return  # nothing is new, or the last checkpoint, of this very step, is about to be taken
         self._checkpointed_step, self._checkpoint_requested = progress.step, False
         self.strategy.sync_buffers()
+        self._check_copies()
         progress.about |= {"world_size": self.world.size, "strategy": self.training.strategy}
         self._checkpoints.save(
             progress,

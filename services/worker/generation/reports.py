@@ -96,7 +96,8 @@ class ReportBuilder:
         return RunExited(
             **self._place,
             outcome="failed",
-            infrastructure_failure=is_infrastructure_failure(has_started, error + "\n".join(lines)),
+            infrastructure_failure=is_infrastructure_failure(has_started, error + "\n".join(lines))
+            or any(state.ended is not None and state.ended.drifted_ranks for state in ranks.values()),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values())
             or (reason.is_permanent and could_not_start),
             made_no_step=could_not_start,

@@ -484,6 +484,7 @@ class GenerationRunner:
         exits, ranks = self._group.exits, follower.state.ranks
         if any(state.ended is not None and state.ended.diverged for state in ranks.values()):
             await run_in_thread(self._remove_uncommitted_state)
+        await self._report_drift(ranks)
         failure = first_own_failure(exits, lambda rank: follower.tail(rank, SEARCHED_LINES))
         if is_command(self.placed.spec) and self._requests.stop is not None and not self._group.killed:
             failure = None  # a script that ends on SIGTERM has ended as it should, with any exit code
@@ -510,6 +511,16 @@ class GenerationRunner:
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._build_report.released(position, clean=clean, detail=detail)
+
+    async def _report_drift(self, ranks: Mapping[int, RankState]) -> None:
+        """Report this node's slots as unfit whose ranks computed another state than the majority."""
+        ends = [state.ended for state in ranks.values() if state.ended is not None and state.ended.drifted_ranks]
+        drifted = {rank for ended in ends for rank in ended.drifted_ranks}
+        if len(drifted) == self.placed.world_size:
+            return  # nobody knows which is right
+        slots = [slot for rank, slot in zip(self.member.ranks, self.member.slots, strict=True) if rank in drifted]
+        if slots:
+            await self._report_unfit(tuple(slots), ends[0].error)
 
     def _remove_uncommitted_state(self) -> None:
         """Remove what only this node has: what diverges once does so again from the steps just before."""

@@ -130,6 +130,15 @@ class Strategy(ABC):
     def holds_whole_state(self) -> bool:
         """Whether this rank can list and fetch the whole state without any other rank."""
 
+    def copied_tensors(self) -> list[Tensor]:
+        """Return what every rank has a copy of, to the bit, in an order that is the same on every rank."""
+        return []
+
+    def _copies_of(self, state: OptimizerState) -> list[Tensor]:
+        """Return the weights and what of the optimizer's state this rank has."""
+        weights = [parameter.detach() for parameter in self.model.parameters()]
+        return [*weights, *(state.tensors[name] for name in sorted(state.tensors))]
+
     def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
         """List the whole training state; called on every rank. ``ema`` is shaped like ``parameters_for_ema()``."""
         optimizer, state = self._optimizer_entries()

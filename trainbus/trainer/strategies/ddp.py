@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
+from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.world import World
@@ -42,6 +43,10 @@ class DDPStrategy(Strategy):
     def _propagate(self, loss: Tensor) -> None:
         # DDP divides the sum over the ranks by their number; our weights already sum to 1.
         (loss * (self._world.size * self._scale.scale)).backward()  # type: ignore[no-untyped-call]
+
+    def copied_tensors(self) -> list[Tensor]:
+        # Each rank has buffers of its own samples until they are saved.
+        return self._copies_of(packing.pack(self.optimizer, self.model))
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._confirmation.wait()

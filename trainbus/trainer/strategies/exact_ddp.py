@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
+from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.exact.buffer_sync import BufferSync
@@ -101,6 +102,10 @@ class ExactDDPStrategy(Strategy):
     @property
     def holds_whole_state(self) -> bool:
         return self._sharded is None or self._world.size == 1
+
+    def copied_tensors(self) -> list[Tensor]:
+        state = OptimizerState() if self._sharded is not None else packing.pack(self.optimizer, self.model)
+        return [*self._copies_of(state), *(buffer.detach() for buffer in self.model.buffers())]
 
     def discard_unfinished_step(self) -> None:
         self._buffers.roll_back()

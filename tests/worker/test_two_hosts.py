@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -92,11 +93,11 @@ class TwoAgents:
         }
         return {f"TRAINBUS_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v) for k, v in values.items()}
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            process.wait(90)
+            await asyncio.to_thread(process.wait, 90)  # what they publish at their end comes through the proxies here
 
 
 async def wait_for_all(world: World, kind: type[Any], count: int) -> list[Any]:
@@ -146,7 +147,7 @@ async def test_a_gang_over_two_hosts_trains_is_stopped_and_resumes_from_what_bot
             assert started[-1].step == released[0].step
             assert sorted(set(await world.steps())) == [*range(1, steps + 1)]
         finally:
-            agents.stop()
+            await agents.stop()
 
 
 async def test_a_loopback_address_is_refused_where_the_bus_is_on_another_host(
@@ -162,7 +163,7 @@ async def test_a_loopback_address_is_refused_where_the_bus_is_on_another_host(
             assert f"TRAINBUS_ADDRESS is '{loopback}', a loopback address" in agents.log_of("n2")
             assert f"the bus ({hosts.here}) is on another machine" in agents.log_of("n2")
         finally:
-            agents.stop()
+            await agents.stop()
 
 
 async def addresses(world: World, count: int) -> dict[str, str] | None:

@@ -65,7 +65,7 @@ class Loop:
         task = Wide(max(1, size_bytes // (3 * 4 * (WIDTH * WIDTH + WIDTH))))
         torch.manual_seed(0)
         self.strategy = make_strategy(task, task.model(), training, World())
-        self.batch = torch.randn(BATCH, WIDTH)
+        self.batch = torch.randn(BATCH, WIDTH, device=World().device)
         self.progress = Progress()
         self.checkpoints = CheckpointManager(
             folder / "checkpoints",
@@ -103,10 +103,10 @@ def run(args: argparse.Namespace) -> None:
         size_bytes = sum(tensor.nbytes for tensor in loop.tensors().values())
         base = _peak_bytes()
         loop.checkpoints.prepare(None)
-        stalls, calls, writing, quiet, durable = _measure(loop, args.checkpoints, folder)
+        stalls, calls, writing, quiet, durable = measure_checkpoints(loop, args.checkpoints, folder)
         extra = _peak_bytes() - base
         copy_s = _memcpy_s(size_bytes)
-        raw = min(_timed(lambda: _raw_write(folder / "raw", size_bytes)) for _ in range(args.repeats))
+        raw = min(_timed(lambda: raw_write(folder / "raw", size_bytes)) for _ in range(args.repeats))
         peers = _peers(loop, folder, args.repeats)
     middle, worst = statistics.median(stalls) / copy_s, percentile(stalls, 0.99) / copy_s
     rate = statistics.mean(quiet) / statistics.mean(writing)
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
     report("stall", rows, figures)
 
 
-def _measure(loop: Loop, checkpoints: int, folder: Path) -> tuple[list[float], ...]:
+def measure_checkpoints(loop: Loop, checkpoints: int, folder: Path) -> tuple[list[float], ...]:
     stalls, calls, writing, quiet, durable = [], [], [], [], []
     for number in range(checkpoints + 1):
         without = [loop.step()[0] for _ in range(5)]
@@ -168,7 +168,7 @@ def _memcpy_s(size_bytes: int) -> float:
     return min(_timed(lambda: target.copy_(source)) for _ in range(5))
 
 
-def _raw_write(path: Path, size_bytes: int) -> None:
+def raw_write(path: Path, size_bytes: int) -> None:
     block = memoryview(bytes(8 * 2**20))
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     left = size_bytes

@@ -145,11 +145,12 @@ class Bus:
         connection, self._connection = self._connection, None
         if self._reopening is not None:
             await cancel_and_wait(self._reopening)
-        with suppress(nats.errors.Error, TimeoutError):
+        # What is still to be sent may meet a connection that is lost just now.
+        with suppress(nats.errors.Error, OSError):
             await self.broker.stop()
         if connection is not None and not connection.is_closed:
             # Not drain: it has just failed.
-            with suppress(nats.errors.Error, TimeoutError):
+            with suppress(nats.errors.Error, OSError):
                 await connection.close()
         metrics.CONNECTED.set(0)
 

@@ -70,6 +70,17 @@ async def test_a_publish_whose_answer_was_lost_is_recognised(bus: Bus) -> None:
     assert again.sequence == ack.sequence
 
 
+async def test_closing_ends_well_where_the_connection_is_lost_meanwhile(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lose_connection() -> None:
+        raise ConnectionResetError("Connection lost")
+
+    bus.nc._pending, bus.nc._pending_data_size = [b"PING\r\n"], 6  # what the client sends before it closes
+    monkeypatch.setattr(bus.nc._transport, "drain", lose_connection)
+    await bus.close()
+
+
 async def test_last_and_history(bus: Bus) -> None:
     assert await bus.get_last_message("run.r1.placed") is None
     for generation in (1, 2, 3):

@@ -5,6 +5,7 @@ A sample is 192 bytes and a class: an image of 3 x 8 x 8 for MLP and CNN, a text
 """
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainbus import Task
+from trainbus.step_hold import wait_at
 
 CLASSES = tuple("abcdefgh")
 
@@ -181,6 +183,32 @@ class GPT(Task):
         return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer and what is trained beside it: a product of two narrow matrices (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class LoRA(GPT):
+    """A frozen language model with adapters in its attention."""
+
+    def model(self) -> nn.Module:
+        model = super().model().requires_grad_(False)
+        assert isinstance(model, GPTModel)
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.qkv = LowRank(block.qkv, 4)  # type: ignore[assignment,arg-type]
+        return model
+
+
 class PaddedGPT(GPT):
     """Texts of 0 to ``context`` bytes, padded; the loss is the mean over bytes that are no padding."""
 
@@ -195,3 +223,34 @@ class PaddedGPT(GPT):
         places = torch.arange(self.context, device=batch.device)
         is_padding = places >= (batch[:, :1] % (self.context + 1))
         return batch[:, 1 : self.context + 1].masked_fill(is_padding, -1)
+
+
+class Held:
+    """Waits in the forward pass of a step for as long as another process holds it (HELD_BY)."""
+
+    def __init__(self, *args: Any, held_at: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.held_at, self.step = held_at, 0
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = super().optimizer(model)  # type: ignore[misc]
+        optimizer.register_step_post_hook(self._count)
+        return optimizer
+
+    def _count(self, *_: object) -> None:
+        self.step += 1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training and "HELD_BY" in os.environ:
+            wait_at(self.step, {os.environ["HELD_BY"]: self.held_at})
+        loss: Tensor = super().loss(model, batch)  # type: ignore[misc]
+        return loss
+
+
+class HeldCNN(Held, CNN): ...
+
+
+class HeldGPT(Held, GPT): ...
+
+
+class HeldLoRA(Held, LoRA): ...

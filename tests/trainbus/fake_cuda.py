@@ -39,8 +39,10 @@ class Touch(NamedTuple):
 class FakeCuda:
     """The GPUs of a process. ``install`` is for the rest of the process's life."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, board: int = 0) -> None:
+        """``board``: the number of the first GPU on the machine; of a slice, that of the GPU that it is cut from."""
+        self.count, self._board = count, board
+        self.backend = "nccl"
         self.touches: list[Touch] = []
         self._current = threading.local()
         #: Set when the communicator was aborted.
@@ -106,7 +108,7 @@ class FakeCuda:
             patch.object(dist, name, self._object_collective(name, getattr(dist, name))).start()
         patch.object(dist, "batch_isend_irecv", self._batch).start()
         patch.object(dist, "init_process_group", self._init_process_group(dist.init_process_group)).start()
-        patch.object(dist, "get_backend", lambda group=None: "nccl").start()
+        patch.object(dist, "get_backend", lambda group=None: self.backend).start()
         patch.object(dist.ProcessGroup, "abort", lambda group: self.abort()).start()
         self._install_mode()
 
@@ -145,14 +147,14 @@ class FakeCuda:
             "set_per_process_memory_fraction": lambda part, device=None: self.touch("memory_fraction", device),
             "get_device_name": lambda device=None: f"Fake GPU {self.touch('name', device) * 0}",
             "get_device_capability": lambda device=None: (9, self.touch("capability", device) * 0),
-            "get_device_properties": lambda device=None: FakeProperties(),
+            "get_device_properties": lambda device=None: FakeProperties(self._board + self.touch("properties", device)),
         }
 
     def _init_process_group(self, init: Callable[..., None]) -> Callable[..., None]:
-        def init_process_group(backend: str, *, device_id: torch.device, **kwargs: Any) -> None:
-            assert backend == "nccl"
+        def init_process_group(backend: str, *, device_id: torch.device | None, **kwargs: Any) -> None:
+            self.backend = backend
             self.touch("init_process_group", device_id)
-            self.touch("communicator")  # NCCL makes it on the current device
+            self.touch(f"communicator of {backend}")  # NCCL makes it on the current device
             init("gloo", **kwargs)
 
         return init_process_group
@@ -200,6 +202,10 @@ class FakeCuda:
 
 class FakeProperties:
     multi_processor_count = 132
+    pci_domain_id = pci_device_id = 0
+
+    def __init__(self, board: int) -> None:
+        self.pci_bus_id = board
 
 
 class FakeWork:
@@ -264,6 +270,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 GET_DEVICE, GET_IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+def _is_host(device: Any) -> bool:
+    return isinstance(device, torch.device | str) and str(device) == "cpu"
+
+
 #: Between the host and a device, or of any one tensor.
 _CROSSING = {
     "_has_compatible_shallow_copy_type",
@@ -297,8 +309,9 @@ class LabelMode(TorchFunctionMode):
             self._cuda.touch("pin_memory")
             if name == "pin_memory":
                 return args[0]
+        to_host = any(_is_host(value) for value in (*args, *kwargs.values()))
         named, args, kwargs = self._strip(args, kwargs)
-        label = self._common(name, args, kwargs)
+        label = None if to_host else self._common(name, args, kwargs)
         if name in ("cpu", "numpy", "tolist"):
             return func(*args, **kwargs).clone() if name == "cpu" and label is not None else func(*args, **kwargs)
         if name == "to" and named is not None:

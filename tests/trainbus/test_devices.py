@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return exact_dataset(tmp_path_factory.mktemp("devices") / "data")
 
 
-def run_rank(env: Mapping[str, str], gpus: int, folder: Path) -> None:
+def run_rank(env: Mapping[str, str], gpus: int, folder: Path, board: int = 0) -> None:
     """Run a rank as ``python -m trainbus.rank`` does, on fake GPUs; write down what it touched."""
     from trainbus.rank import run
 
-    cuda = FakeCuda(gpus)
+    cuda = FakeCuda(gpus, board)
     code = 1
     try:
         os.environ.update(env)
@@ -47,10 +47,13 @@ def run_rank(env: Mapping[str, str], gpus: int, folder: Path) -> None:
 
 
 def train_on_gpus(
-    folder: Path, dataset: Dataset, ranks: int, gpus: int, training: Mapping[str, Any]
+    folder: Path, dataset: Dataset, ranks: int, gpus: int, training: Mapping[str, Any], boards: Sequence[int] = ()
 ) -> list[list[list[Any]]]:
-    """Train with a GPU for each rank, of which a rank sees ``gpus``; return what each rank touched, and how often."""
-    processes = start_ranks(folder, dataset, ranks, gpus, training)
+    """Train with a GPU for each rank, of which a rank sees ``gpus``; return what each rank touched, and how often.
+
+    ``boards``: the number of each rank's GPU, where it sees but one, or that of the GPU that its slice is cut from.
+    """
+    processes = start_ranks(folder, dataset, ranks, gpus, training, boards)
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * ranks
@@ -58,18 +61,23 @@ def train_on_gpus(
 
 
 def start_ranks(
-    folder: Path, dataset: Dataset, ranks: int, gpus: int, training: Mapping[str, Any]
+    folder: Path, dataset: Dataset, ranks: int, gpus: int, training: Mapping[str, Any], boards: Sequence[int] = ()
 ) -> list[ForkProcess]:
     steps = {"max_steps": 4, "checkpoint_every_steps": 2, "validate_every_steps": 3}
     spec = request(task="exact_tasks:CNN", training={"global_batch": 24, "seed": 3, **steps, **training})
-    return fork_ranks(folder, write_launch(folder, spec, dataset, CODE, world_size=ranks), ranks, gpus)
+    return fork_ranks(folder, write_launch(folder, spec, dataset, CODE, world_size=ranks), ranks, gpus, boards)
 
 
-def fork_ranks(folder: Path, launch: Path, ranks: int, gpus: int, **env: str) -> list[ForkProcess]:
+def fork_ranks(
+    folder: Path, launch: Path, ranks: int, gpus: int, boards: Sequence[int] = (), **env: str
+) -> list[ForkProcess]:
     port = free_ports(1)[0]
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=run_rank, args=(rank_env(launch, rank, ranks, port, **env), gpus, folder))
+        context.Process(
+            target=run_rank,
+            args=(rank_env(launch, rank, ranks, port, **env), gpus, folder, boards[rank] if boards else 0),
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -93,9 +101,14 @@ def test_each_rank_touches_its_own_gpu_alone(tmp_path: Path, dataset: Dataset, t
         assert {"init_process_group", "pin_memory", "Stream", "Event", "to"} <= {what for what, *_ in touches}
 
 
-def test_a_rank_that_sees_one_slice_touches_that_one(tmp_path: Path, dataset: Dataset) -> None:
-    for touches in train_on_gpus(tmp_path, dataset, 2, 1, {"logical_ranks": 2}):
+@pytest.mark.parametrize(("boards", "backend"), [((4, 5), "nccl"), ((4, 4), "gloo")], ids=["two GPUs", "two slices"])
+def test_a_rank_that_sees_one_device_touches_that_one(
+    tmp_path: Path, dataset: Dataset, boards: tuple[int, int], backend: str
+) -> None:
+    """NCCL refuses ranks on slices of one GPU, which exchange their gradients by way of the host."""
+    for touches in train_on_gpus(tmp_path, dataset, 2, 1, {"logical_ranks": 2}, boards):
         assert {device for _, device, *_ in touches} == {0}
+        assert [what for what, *_ in touches if what.startswith("communicator")] == [f"communicator of {backend}"]
 
 
 def test_two_ranks_never_share_a_gpu_by_chance(tmp_path: Path, dataset: Dataset) -> None:

@@ -24,6 +24,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.texts import describe
+from services.worker.agent import agent as agent_module
 from services.worker.generation import preparation, runner
 from tests.kit.support import until
 from tests.worker.conftest import World, package, ranks_of
@@ -273,6 +274,27 @@ async def test_preemption_during_preparation_starts_no_rank(world: World, agent:
     released = await world.wait_for(RunReleased)
     assert released.clean
     assert resume.step == 7
+
+
+async def test_a_bus_that_hangs_at_the_end_does_not_keep_the_node(
+    world: World, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await agent()
+    publish, hung = service.bus.publish, asyncio.Event()
+
+    async def publish_unless_left(fact: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fact, NodeLeft):
+            hung.set()
+            await asyncio.Event().wait()
+        return await publish(fact, *args, **kwargs)
+
+    monkeypatch.setattr(agent_module, "LEFT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(service.bus, "publish", publish_unless_left)
+    term = world.settings.data_dir.resolve() / "agent" / "lease.json"
+    assert term.exists()
+    service.stopping.set()
+    await hung.wait()
+    await until(lambda: not term.exists(), "the term to be closed all the same")
 
 
 async def test_stopped_agent_releases_its_runs_and_leaves(world: World, agent: Any) -> None:

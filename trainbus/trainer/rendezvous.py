@@ -68,5 +68,14 @@ def _wait_for_all(
         time.sleep(POLL_S)
 
 
+def has_duplicates(store: Any, size: int, value: str) -> bool:
+    """Return whether two of ``size`` ranks call it with the same value; every rank calls it once, and waits."""
+    if store.add(f"value/{value}", 1) > 1:
+        store.add("duplicates", 1)
+    if store.add("values", 1) == size:
+        store.set("has-duplicates", str(store.add("duplicates", 0)))
+    return int(store.get("has-duplicates")) > 0
+
+
 def _key(rank: int) -> str:
     return f"here/{rank}"

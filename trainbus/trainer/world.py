@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from contracts.ranks import MEMORY_FRACTION_VARIABLE
-from trainbus.trainer.rendezvous import SayMissing, meet
+from trainbus.trainer.rendezvous import SayMissing, has_duplicates, meet
 
+#: Names the machine, in all of its containers.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: How long the ranks of a generation wait for each other in a collective.
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 
@@ -80,14 +84,15 @@ class World:
         if self.size == 1 and not always:
             return
         store = meet(self, env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0")), say)
-        device = self.device
+        # NCCL refuses two ranks on one GPU, be it on shares of it or on MIG slices.
+        uses_nccl = self.gpu is not None and not has_duplicates(store, self.size, _board_of(self.gpu))
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if uses_nccl else "gloo",
             store=store,
             rank=self.rank,
             world_size=self.size,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+            device_id=self.gpu if uses_nccl else None,
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,6 +143,17 @@ class World:
         """Wait until every rank is here, so that none loses the rendezvous while it still needs it."""
         if dist.is_initialized() and self.size > 1:
             dist.barrier()
+
+
+def _board_of(gpu: torch.device) -> str:
+    """Return a name for the whole GPU that a device is, or is a slice of, among all machines."""
+    try:
+        machine = BOOT_ID.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    found = torch.cuda.get_device_properties(gpu)
+    bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"  # type: ignore[attr-defined]
+    return f"{machine}/{bus}"
 
 
 def limit_threads(env: Mapping[str, str]) -> None:

@@ -306,7 +306,8 @@ class Agent:
                 incarnation=self._generations.state.incarnation,
                 reason="the agent was stopped",
             )
-            with suppress(TransientError):
+            # The end of its lease says the same. Whatever becomes of the bus, the ranks are dead and the term closes.
+            with suppress(TransientError, TimeoutError):
                 await asyncio.wait_for(self._context.bus.publish(left), LEFT_TIMEOUT_S)
         self._has_left = True
         self._context.memory.clear()

@@ -22,8 +22,10 @@ EPSILON = 1e-6
 #: Bits of each of the two integers that a square becomes.
 DIGIT_BITS = 31
 #: Elements that are added up in float64 before they become an integer: 2**21 terms below 2**31 stay below 2**53,
-#: so that sum is exact in any order too. Small enough to stay in a processor's cache.
+#: so that sum is exact in any order too.
 BLOCK = 2**16
+#: Elements that each kernel works on: what stays in a processor's cache; on other devices launches cost more.
+CPU_SLAB, DEVICE_SLAB = BLOCK, 2**24
 
 
 def piece_norms(pieces: Sequence[Tensor]) -> Tensor:
@@ -68,9 +70,10 @@ def global_norm(pieces: Iterable[Tensor], device: torch.device, *, reduce: bool)
         return torch.zeros((), dtype=torch.float64, device=device)
     _, exponent = math.frexp(top)
     digits = torch.zeros(2, dtype=torch.int64, device=device)
+    slab = CPU_SLAB if device.type == "cpu" else DEVICE_SLAB
     for piece in own:
-        for start in range(0, piece.numel(), BLOCK):
-            digits += _digits(piece[start : start + BLOCK], 2.0**-exponent)
+        for start in range(0, piece.numel(), slab):
+            digits += _digits(piece[start : start + slab], 2.0**-exponent)
     if reduce:
         dist.all_reduce(digits)
     high_sum, low_sum = digits.tolist()
@@ -80,9 +83,16 @@ def global_norm(pieces: Iterable[Tensor], device: torch.device, *, reduce: bool)
     return torch.full((), norm, dtype=torch.float64, device=device)
 
 
-def _digits(block: Tensor, scale: float) -> Tensor:
-    """Sum of the squares of ``block * scale`` (all within [-1, 1]) as two integers: high and low digits."""
-    square = block.double().mul_(scale).square_().mul_(2.0**DIGIT_BITS)
+def _digits(slab: Tensor, scale: float) -> Tensor:
+    """Return the sum of the squares of ``slab * scale`` (all within [-1, 1]) as two integers: high and low digits."""
+    square = slab.double().mul_(scale).square_().mul_(2.0**DIGIT_BITS)
     high = square.floor()
     low = square.sub_(high).mul_(2.0**DIGIT_BITS).floor_()
-    return torch.stack([high.sum(), low.sum()]).long()
+    return torch.stack([_sum_of_blocks(high), _sum_of_blocks(low)])
+
+
+def _sum_of_blocks(digits: Tensor) -> Tensor:
+    """Add integers below 2**31 up, exactly: each block in float64, and the blocks as integers."""
+    whole = digits.numel() // BLOCK * BLOCK
+    rest = digits[whole:].sum().long()
+    return digits[:whole].view(-1, BLOCK).sum(1).long().sum() + rest if whole else rest

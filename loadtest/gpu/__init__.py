@@ -1,0 +1,1 @@
+"""What trainbus does on a GPU: one command, one table (``python -m loadtest.gpu``)."""

@@ -105,8 +105,8 @@ async def test_task_is_forked_with_its_packages_and_their_hash_is_in_its_environ
     code = await upload(world, {"task.py": task, "requirements.txt": "smile<2\ntorch\n"})
     servers: list[WarmServer] = []
 
-    def make_warm_server(settings: WorkerSettings) -> WarmServer:
-        servers.append(own_warm_server(settings))
+    def make_warm_server(settings: WorkerSettings, cache_home: str) -> WarmServer:
+        servers.append(own_warm_server(settings, cache_home))
         return servers[0]
 
     monkeypatch.setattr(app, "_warm_server", make_warm_server)

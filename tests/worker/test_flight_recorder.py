@@ -49,7 +49,7 @@ class Recorder(threading.Thread):
 
 def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
     place = rank_environment.NodeEnvironment(
-        str(folder / "launch.json"), "10.0.0.1", 29, (), "/bin", 8, 2, "eth0", gpus
+        str(folder / "launch.json"), "10.0.0.1", 29, (), "/bin", 8, 2, "eth0", gpus=gpus
     )
     event = placed()
     start = rank_environment.build_process_specs(event, event.members[0], {}, place)[0]

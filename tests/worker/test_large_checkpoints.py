@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from safetensors.numpy import load_file
+from structlog.testing import CapturingLogger
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import RunExited
@@ -18,6 +19,7 @@ from services.checkpoint.app import build
 from services.kit.store.objects import ObjectStore
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
+from services.worker.checkpoints import stager
 from services.worker.core import checkpoint_chunks
 from tests.worker.conftest import World
 
@@ -69,13 +71,14 @@ async def test_checkpoint_that_no_reader_would_read_is_skipped_once(
     world: World,
     agent: Any,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     limit: str,
     value: int,
 ) -> None:
     """A list that is too long for its place, in the fact or in the store, costs that checkpoint and not the run."""
     monkeypatch.setattr(checkpoint_chunks, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(f"services.worker.checkpoints.uploader.{limit}", value)
+    log = CapturingLogger()
+    monkeypatch.setattr(stager, "log", log)
     await agent()
     await world.place(
         params={"steps": 1, "weights": FEWER_CHUNKS * FLOATS_A_CHUNK, "period": CONTENTS * FLOATS_A_CHUNK}
@@ -83,4 +86,4 @@ async def test_checkpoint_that_no_reader_would_read_is_skipped_once(
     exited: RunExited = await world.wait_for(RunExited)
     assert exited.outcome == "succeeded"
     assert not [fact for fact in await world.facts() if isinstance(fact, CheckpointStaged)]
-    assert capsys.readouterr().out.count("a checkpoint cannot be staged and is skipped") == 1
+    assert [call.args[0] for call in log.calls].count("a checkpoint cannot be staged and is skipped") == 1

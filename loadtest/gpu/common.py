@@ -19,6 +19,14 @@ class Row(NamedTuple):
     ok: bool | None = None
 
 
+KILLED, PREEMPTED, FROM_TWO, TO_TWO = DISTURBANCES = (
+    "killed",
+    "preempted",
+    "re-sliced from 2 ranks on one GPU",
+    "re-sliced to 2 ranks on one GPU",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How much each section does: on a GPU in ten minutes, in miniature in one."""
@@ -27,6 +35,8 @@ class Sizes:
     #: Steps of a run that is disturbed, and its precisions by task.
     steps: int
     precisions: dict[str, tuple[str, ...]]
+    #: How the runs of each task are disturbed.
+    disturbances: dict[str, tuple[str, ...]]
     #: Width and layers of the models whose step is timed, the tokens of a sequence, sequences a step, steps.
     models: tuple[tuple[int, int], ...]
     context: int
@@ -41,6 +51,8 @@ MINI = Sizes(
     is_mini=True,
     steps=40,
     precisions={"CNN": ("fp32",), "GPT": ("bf16",), "LoRA": ("fp32",)},
+    # Each disturbance once, where a minute has to do.
+    disturbances={"CNN": (KILLED, FROM_TWO), "GPT": (PREEMPTED, TO_TWO), "LoRA": (KILLED,)},
     models=((64, 2),),
     context=32,
     batch=2,
@@ -52,6 +64,7 @@ FULL = Sizes(
     is_mini=False,
     steps=400,
     precisions=dict.fromkeys(("CNN", "GPT", "LoRA"), ("fp32", "bf16")),
+    disturbances=dict.fromkeys(("CNN", "GPT", "LoRA"), DISTURBANCES),
     models=((768, 12), (2048, 24)),
     context=1024,
     batch=4,

@@ -11,7 +11,7 @@ from typing import Any
 
 from contracts.ranks import EXIT_STOPPED, CheckpointLine, Launch, MetricsLine, StartedLine
 from contracts.spec.run import RunSpec
-from loadtest.gpu.common import Row, Sizes
+from loadtest.gpu.common import FROM_TWO, KILLED, PREEMPTED, TO_TWO, Row, Sizes
 from tests.trainbus import exact_tasks
 from tests.trainbus.support import Gang, Warm, exact_dataset, journal, request, whole_checkpoint, write_launch
 from trainbus.step_hold import StepHold
@@ -20,6 +20,13 @@ CODE = Path(exact_tasks.__file__).parent
 POLL_S = 0.005
 #: Where a disturbed run waits for what disturbs it, as a part of its steps.
 HELD_AT = 0.5
+#: The ranks of the two generations, and the signal that ends the first.
+DISTURBED_BY = {
+    KILLED: ((1, 1), signal.SIGKILL),
+    PREEMPTED: ((1, 1), signal.SIGTERM),
+    FROM_TWO: ((2, 1), signal.SIGTERM),
+    TO_TWO: ((1, 2), signal.SIGTERM),
+}
 
 
 class Runs:
@@ -47,12 +54,8 @@ class Runs:
         whole = self._finish(self._start(spec, 1, 1))
         expected = _digests(whole)
         rows = [Row(name, _exactness(whole), "exact", _exactness(whole) == "exact")]
-        for how, worlds, number in (
-            ("killed", (1, 1), signal.SIGKILL),
-            ("preempted", (1, 1), signal.SIGTERM),
-            ("re-sliced from 2 ranks on one GPU", (2, 1), signal.SIGTERM),
-            ("re-sliced to 2 ranks on one GPU", (1, 2), signal.SIGTERM),
-        ):
+        for how in self._sizes.disturbances[task]:
+            worlds, number = DISTURBED_BY[how]
             again, lost_s = self._disturb(spec, worlds, number)
             found = _digests(again)
             equal = sum(found.get(key) == expected[key] for key in expected)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.gpu.__main__ import measure
-from loadtest.gpu.common import MINI
+from loadtest.gpu.common import DISTURBANCES, MINI
 
 pytestmark = pytest.mark.shell
 
@@ -18,6 +18,7 @@ def test_every_section_of_the_table_has_its_rows(tmp_path: Path) -> None:
     figures = [row.figure for row in rows]
     for task, precision in (("CNN", "fp32"), ("GPT", "bf16"), ("LoRA", "fp32")):
         disturbed = [row for row in rows if row.figure.startswith(f"{task}, {precision}, ") and row.target == "all"]
-        assert [row.ok for row in disturbed] == [True] * 4
+        assert [row.ok for row in disturbed] == [True] * len(MINI.disturbances[task])
+    assert {how for each in MINI.disturbances.values() for how in each} == set(DISTURBANCES)
     assert sum(figure.startswith("step, ") for figure in figures) == 2
     assert [figure for figure in figures if "stall" in figure or "durable" in figure or "NVML" in figure]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from structlog.testing import capture_logs
+from structlog.testing import CapturingLogger
 
 from services.worker.core.rank_environment import ProcessSpec
+from services.worker.launch import executor as executor_module
 from services.worker.launch.executor import ProcessExecutor
 from tests.worker.conftest import until
 
@@ -26,11 +27,10 @@ async def test_ranks_are_swept_where_environments_cannot_be_read_which_is_logged
     executor = ProcessExecutor()
     # The second of each waits in the background: in the session of its rank, and after its end by its log alone.
     command = ("/bin/sh", "-c", "sleep 600 & setsid sleep 600 & wait")
-    with capture_logs() as logs:
-        ranks = [
-            await executor.start(ProcessSpec(rank, command, dict(os.environ)), tmp_path, tmp_path) for rank in (0, 1)
-        ]
-    warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    log = CapturingLogger()
+    monkeypatch.setattr(executor_module, "log", log)
+    ranks = [await executor.start(ProcessSpec(rank, command, dict(os.environ)), tmp_path, tmp_path) for rank in (0, 1)]
+    warnings = [call.args[0] for call in log.calls if call.method_name == "warning"]
     assert len(warnings) == 1
     assert "may outlive its run" in warnings[0]
     trees = [psutil.Process(rank.pid) for rank in ranks]

@@ -100,21 +100,21 @@ class Frozen(Gpt):
         self.unused = nn.ModuleList([nn.Linear(4, 4)])
 
 
-class Unused(Gpt):
+class UnusedBlockGpt(Gpt):
     """Without dropout, and with a last block that no step uses."""
 
     def __init__(self) -> None:
         super().__init__(depth=3)
         self.eval()
 
-    def train(self, mode: bool = True) -> Unused:
+    def train(self, mode: bool = True) -> UnusedBlockGpt:
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0](self.embedding(x)) + self.blocks[1](self.embedding(x)))  # type: ignore[no-any-return]
 
 
-class Routed(Gpt):
+class RoutedGpt(Gpt):
     """Each batch chooses the blocks that it goes through."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": Cnn,
     "gpt": Gpt,
     "frozen": Frozen,
-    "routed": Routed,
-    "unused": Unused,
+    "routed": RoutedGpt,
+    "unused": UnusedBlockGpt,
 }
 #: Models of text.
 TEXT = {"gpt", "frozen", "routed", "unused"}

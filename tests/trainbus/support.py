@@ -174,6 +174,17 @@ def text_dataset(folder: Path, data: bytes, window_length: int = 65) -> Dataset:
     return Dataset(folder, dataset_id)
 
 
+def write_exact_code(folder: Path, **modules: str) -> Path:
+    """Make a code folder with ``exact_tasks.py`` and these modules; return it."""
+    from tests.trainbus import exact_tasks
+
+    folder.mkdir(parents=True)
+    shutil.copy(exact_tasks.__file__, folder / "exact_tasks.py")
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
 def exact_dataset(folder: Path, train: int = 90, validation: int = 37) -> Dataset:
     """The dataset that all of ``exact_tasks`` train on."""
     from tests.trainbus import exact_tasks

@@ -25,6 +25,7 @@ from tests.trainbus.support import (
     rank_env,
     request,
     whole_checkpoint,
+    write_exact_code,
     write_launch,
 )
 from tests.trainbus.test_exact_training import CODE
@@ -115,10 +116,7 @@ def test_a_killed_rank_changes_no_bit(warm: Warm, tmp_path: Path, dataset: Datas
     assert undisturbed.wait() == [0, 0], undisturbed.logs()
 
     memory = tmp_path / "memory"
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "held_task.py").write_text(HELD_TASK)
+    code = write_exact_code(tmp_path / "code", held_task=HELD_TASK)
     spec = spec_of().model_copy(update={"task": "held_task:HeldTask"})
     with StepHold(tmp_path / "hold") as hold:
         first = start_run(warm, tmp_path / "g1", dataset, worlds[0], 1, memory, spec, code, HELD_BY=str(hold.path))
@@ -183,10 +181,7 @@ def test_a_surviving_step_keeps_its_loss_and_its_samples(
     warm: Warm, tmp_path: Path, dataset: Dataset, rank: int, place: str
 ) -> None:
     """A rank may die before its gradients are out, or after all have them and before it updates its weights."""
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "killed_task.py").write_text(KILLED_TASK)
+    code = write_exact_code(tmp_path / "code", killed_task=KILLED_TASK)
     memory, spec = tmp_path / "memory", spec_of(epochs=5)
     spec = spec.model_copy(update={"task": "killed_task:KilledTask"})
 

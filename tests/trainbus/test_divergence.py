@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from contracts.ranks import JOURNAL_LINE, CheckpointLine, EndedLine
-from tests.trainbus.support import Warm, exact_dataset
+from tests.trainbus.support import Warm, exact_dataset, write_exact_code
 from tests.trainbus.test_checkpoint_memory import spec_of, start_run
-from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.trainer.divergence import BLOCK_ELEMENTS, TrainingDiverged, check_finite, is_finite
 
@@ -55,10 +53,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_nothing_that_is_not_finite_is_kept(
     warm: Warm, tmp_path: Path, dataset: Dataset, world_size: int, cause: str
 ) -> None:
-    code, memory = tmp_path / "code", tmp_path / "memory"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "diverging_task.py").write_text(DIVERGING_TASK)
+    memory = tmp_path / "memory"
+    code = write_exact_code(tmp_path / "code", diverging_task=DIVERGING_TASK)
     spec = spec_of(checkpoint_at_steps=[5, 7]).model_copy(update={"task": "diverging_task:DivergingTask"})
     folder = tmp_path / "g1"
     gang = start_run(warm, folder, dataset, world_size, 1, memory, spec, code, DIVERGES=cause)

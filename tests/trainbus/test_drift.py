@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from torch import nn
 
 from contracts.ranks import JOURNAL_LINE, CheckpointLine, EndedLine
-from tests.trainbus.support import Warm, exact_dataset
+from tests.trainbus.support import Warm, exact_dataset, write_exact_code
 from tests.trainbus.test_checkpoint_memory import spec_of, start_run
-from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.trainer.drift import CHECK_EVERY_STEPS, checksum, find_drifted
 
@@ -53,10 +51,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_a_rank_with_one_other_bit_is_named_and_not_committed(
     warm: Warm, tmp_path: Path, dataset: Dataset, logical_ranks: int | None, found_by: str
 ) -> None:
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "flipping_task.py").write_text(FLIPPING_TASK)
+    code = write_exact_code(tmp_path / "code", flipping_task=FLIPPING_TASK)
     at = [5, 9] if found_by == "checkpoint" else [5]
     never = 10_000
     spec = spec_of(logical_ranks=logical_ranks, epochs=100, checkpoint_at_steps=at, validate_every_steps=never)

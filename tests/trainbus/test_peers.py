@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from contracts.ranks import CheckpointLine, EndedLine, Launch, PeerLostLine, StartedLine
-from tests.trainbus.support import FakeAgent, Warm, exact_dataset, journal, write_launch
+from tests.trainbus.support import FakeAgent, Warm, exact_dataset, journal, write_exact_code, write_launch
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start
 from tests.trainbus.test_devices import fork_ranks
-from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.step_hold import StepHold
 
@@ -29,10 +27,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def test_a_survivor_of_nccl_keeps_its_state(warm: Warm, tmp_path: Path, dataset: Dataset) -> None:
     whole = start(warm, tmp_path / "whole", dataset, 2, 1, tmp_path / "none")
-    code, memory = tmp_path / "code", tmp_path / "memory"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "held_task.py").write_text(HELD_TASK)
+    memory = tmp_path / "memory"
+    code = write_exact_code(tmp_path / "code", held_task=HELD_TASK)
     spec = spec_of().model_copy(update={"task": "held_task:HeldTask"})
 
     def launch(generation: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +16,7 @@ import torch
 
 from contracts.machine_limits import MemoryUse
 from contracts.ranks import CheckpointLine, StartedLine
-from tests.trainbus.support import Warm, exact_dataset, journal
+from tests.trainbus.support import Warm, exact_dataset, journal, write_exact_code
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start, start_run
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
@@ -102,11 +101,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
 
 @pytest.fixture
 def held_code(tmp_path: Path) -> Path:
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(CODE / "exact_tasks.py", code)
-    (code / "held_task.py").write_text(HELD_TASK)
-    return code
+    return write_exact_code(tmp_path / "code", held_task=HELD_TASK)
 
 
 def said(log: str) -> list[str]:

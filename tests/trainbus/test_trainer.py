@@ -346,7 +346,7 @@ def test_the_gpt_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert outcome.metrics["validation/bits_per_byte"] == pytest.approx(outcome.metrics["validation/loss"] / 0.6931472)
 
 
-class Counted(Linear):  # type: ignore[misc,valid-type]
+class CountedLinear(Linear):  # type: ignore[misc,valid-type]
     """A mean over the samples of the first class alone, of which some micro-batches have none."""
 
     def loss_weight(self, batch: Any) -> Tensor:
@@ -360,7 +360,7 @@ class Counted(Linear):  # type: ignore[misc,valid-type]
         return {"loss": self.loss(model, batch), "first": (batch[1] == 0).float()}
 
 
-class Uncounted(Counted):
+class ZeroWeightLinear(CountedLinear):
     def loss_weight(self, batch: Any) -> float:
         return 0.0
 
@@ -368,18 +368,18 @@ class Uncounted(Counted):
 def test_a_step_is_the_mean_over_what_counts(dataset: Dataset, tmp_path: Path) -> None:
     """However its samples are divided: a mean of the slices' means would be another."""
     rules = {"epochs": 1, "global_batch": 20}
-    whole, _ = train(tmp_path / "whole", dataset, Counted(), **rules)
-    trainer, outcome = train(tmp_path / "sliced", dataset, Counted(), **rules, accumulate=20)
+    whole, _ = train(tmp_path / "whole", dataset, CountedLinear(), **rules)
+    trainer, outcome = train(tmp_path / "sliced", dataset, CountedLinear(), **rules, accumulate=20)
     assert losses(tmp_path / "sliced") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     for ours, theirs in zip(trainer.strategy.model.parameters(), whole.strategy.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    batch = default_collate([Counted().decode(sample) for _, sample in linear_samples(23, 10_000)])
+    batch = default_collate([CountedLinear().decode(sample) for _, sample in linear_samples(23, 10_000)])
     with torch.no_grad():
-        expected = Counted().loss(trainer.strategy.model.eval(), batch)
+        expected = CountedLinear().loss(trainer.strategy.model.eval(), batch)
     assert outcome.metrics["validation/loss"] == pytest.approx(float(expected), rel=1e-5)
     assert outcome.metrics["validation/first"] == pytest.approx(float((batch[1] == 0).float().mean()))
     with pytest.raises(TaskError, match="is 0 for all samples"):
-        train(tmp_path / "none", dataset, Uncounted(), **rules)
+        train(tmp_path / "none", dataset, ZeroWeightLinear(), **rules)
 
 
 def test_an_older_checkpoint_lists_frozen_parameters() -> None:

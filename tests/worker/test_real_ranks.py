@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,32 @@ async def prepare(world: World, folder: Path) -> RunPrepared:
     return RunPrepared(run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=manifest_uri, train_samples=100)
 
 
-async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
-    prepared = await prepare(world, tmp_path / "dataset")
-    service = build(world.settings.model_copy(update={"warm": True, "commit_timeout_s": 10.0}))
+@asynccontextmanager
+async def running_agent(world: World, **changes: Any) -> AsyncIterator[None]:
+    """Run the agent with the warm server, from when it has joined to when it has stopped."""
+    service = build(world.settings.model_copy(update={"warm": True, **changes}))
     running = asyncio.create_task(service.run())
-    committing = asyncio.create_task(world.commit_all())
     try:
         await until(lambda: service.check_readiness().get("joined", False), 90)
+        yield
+    finally:
+        service.stopping.set()
+        await asyncio.wait_for(running, 90)
+
+
+@asynccontextmanager
+async def committed_checkpoints(world: World) -> AsyncIterator[None]:
+    """Commit whatever is staged meanwhile."""
+    committing = asyncio.create_task(world.commit_all())
+    try:
+        yield
+    finally:
+        committing.cancel()
+
+
+async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
+    prepared = await prepare(world, tmp_path / "dataset")
+    async with running_agent(world, commit_timeout_s=10.0), committed_checkpoints(world):
         fields = {"task": "task:Linear", "grace_s": 60, "dataset": prepared}
         # It has no end of its own before it is stopped.
         training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 50}
@@ -62,22 +83,14 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
         measured: Any = await world.wait_for(RunExited, "e1", timeout_s=90)
         assert measured.outcome == "succeeded", measured
         assert measured.metrics
-    finally:
-        committing.cancel()
-        service.stopping.set()
-        await asyncio.wait_for(running, 90)
     assert not ranks_of(world.settings.data_dir.resolve())
 
 
 async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, tmp_path: Path) -> None:
     """The node keeps what the ranks wrote; a generation that could not be prepared changes nothing about it."""
     prepared = await prepare(world, tmp_path / "dataset")
-    service = build(world.settings.model_copy(update={"warm": True}))
-    running = asyncio.create_task(service.run())
-    committing = None
     survivors = world.settings.data_dir.resolve() / "runs" / "r1" / "survivors"
-    try:
-        await until(lambda: service.check_readiness().get("joined", False), 90)
+    async with running_agent(world), AsyncExitStack() as stack:
         training: dict[str, Any] = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 400}
         training |= {"logical_ranks": 2, "strategy": "zero1", "validate_every_steps": 100_000}
         fields: dict[str, Any] = {"task": "task:Linear", "grace_s": 10, "dataset": prepared, "training": training}
@@ -90,7 +103,7 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
         nowhere = {"uri": "s3://none/packages/" + "0" * 64 + ".tar.gz", "sha256": "0" * 64}
         await world.place(generation=2, code=nowhere, **fields)
         await world.wait_for(RunExited)
-        committing = asyncio.create_task(world.commit_all())
+        await stack.enter_async_context(committed_checkpoints(world))
         steps = training["max_steps"] = released.step + 200
         await world.place(generation=3, **fields)
         started: Any = await world.wait_for(RunStarted, count=2)
@@ -99,11 +112,6 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
         assert (exited.outcome, exited.step) == ("succeeded", steps), exited
         assert sorted(set(await world.steps())) == [*range(1, steps + 1)]
         await until(lambda: not any(survivors.iterdir()), 90)  # the third has a checkpoint in the store
-    finally:
-        if committing is not None:
-            committing.cancel()
-        service.stopping.set()
-        await asyncio.wait_for(running, 90)
 
 
 #: Diverges once, at a step after the first checkpoint.
@@ -113,7 +121,7 @@ from pathlib import Path
 import task
 
 
-class Diverging(task.Linear):
+class DivergingLinear(task.Linear):
     def __init__(self, flag):
         super().__init__()
         self.flag, self.steps = Path(flag), 0
@@ -130,14 +138,10 @@ class Diverging(task.Linear):
 async def test_a_retry_after_nan_begins_with_a_committed_checkpoint(world: World, tmp_path: Path) -> None:
     prepared = await prepare(world, tmp_path / "dataset")
     await world.upload_code(package({"task.py": LINEAR_TASK.encode(), "diverging.py": DIVERGING_TASK.encode()}))
-    service = build(world.settings.model_copy(update={"warm": True}))
-    running = asyncio.create_task(service.run())
-    committing = asyncio.create_task(world.commit_all())
-    try:
-        await until(lambda: service.check_readiness().get("joined", False), 90)
+    async with running_agent(world), committed_checkpoints(world):
         training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10, "validate_every_steps": 100_000}
         params = {"flag": str(tmp_path / "flag")}
-        fields: dict[str, Any] = {"task": "diverging:Diverging", "dataset": prepared, "training": training}
+        fields: dict[str, Any] = {"task": "diverging:DivergingLinear", "dataset": prepared, "training": training}
         await world.place(params=params, **fields)
         failed: Any = await world.wait_for(RunExited, timeout_s=90)
         assert failed.outcome == "failed"
@@ -149,10 +153,6 @@ async def test_a_retry_after_nan_begins_with_a_committed_checkpoint(world: World
         assert (started.resumed_from, started.step) == ("checkpoint", 10)
         exited: Any = await world.wait_for(RunExited, count=2, timeout_s=90)
         assert (exited.outcome, exited.step) == ("succeeded", 30), exited
-    finally:
-        committing.cancel()
-        service.stopping.set()
-        await asyncio.wait_for(running, 90)
 
 
 #: One bit of one weight of the second rank flips.
@@ -164,7 +164,7 @@ import torch
 import task
 
 
-class Drifting(task.Linear):
+class DriftingLinear(task.Linear):
     def optimizer(self, model):
         self.steps, self.weights = 0, list(model.parameters())
         optimizer = super().optimizer(model)
@@ -182,14 +182,10 @@ class Drifting(task.Linear):
 async def test_a_device_that_computes_wrongly_is_unfit(world: World, tmp_path: Path) -> None:
     prepared = await prepare(world, tmp_path / "dataset")
     await world.upload_code(package({"task.py": LINEAR_TASK.encode(), "drifting.py": DRIFTING_TASK.encode()}))
-    service = build(world.settings.model_copy(update={"warm": True, "slots": 4}))
-    running = asyncio.create_task(service.run())
-    committing = asyncio.create_task(world.commit_all())
-    try:
-        await until(lambda: service.check_readiness().get("joined", False), 90)
+    async with running_agent(world, slots=4), committed_checkpoints(world):
         training = {"max_steps": 30, "global_batch": 16, "checkpoint_every_steps": 10}
         training |= {"validate_every_steps": 100_000}
-        fields: dict[str, Any] = {"task": "drifting:Drifting", "dataset": prepared, "training": training}
+        fields: dict[str, Any] = {"task": "drifting:DriftingLinear", "dataset": prepared, "training": training}
         await world.place(slots=(2, 3, 0), **fields)
         failed: Any = await world.wait_for(RunExited, timeout_s=90)
         assert (failed.outcome, failed.infrastructure_failure) == ("failed", True)
@@ -198,10 +194,6 @@ async def test_a_device_that_computes_wrongly_is_unfit(world: World, tmp_path: P
         facts = await world.facts(world.settings.node_id, subject="node.{}.*")
         (unfit,) = [fact for fact in facts if isinstance(fact, NodeUnfit)]
         assert unfit.slots == (3,)
-    finally:
-        committing.cancel()
-        service.stopping.set()
-        await asyncio.wait_for(running, 90)
 
 
 async def _last_commit(world: World) -> CheckpointRef:
@@ -221,37 +213,32 @@ async def test_a_pause_longer_than_the_lease_changes_nothing_in_the_state(world:
     task = LINEAR_TASK.replace("CosineAnnealingLR(optimizer, total_steps + 1)", "ConstantLR(optimizer, factor=1.0)")
     assert task != LINEAR_TASK
     await world.upload_code(package({"task.py": task.encode()}))
-    async with CuttableProxy(int(world.settings.nats_url.rpartition(":")[2])) as proxy:
-        service = build(world.settings.model_copy(update={"warm": True, "nats_url": proxy.url, "lease_ttl_s": 4.0}))
-        running = asyncio.create_task(service.run())
-        committing = asyncio.create_task(world.commit_all())
-        try:
-            await until(lambda: service.check_readiness().get("joined", False), 90)
-            fields = {"task": "task:Linear", "grace_s": 60, "dataset": prepared}
-            training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 100_000, "seed": 3}
-            await world.place(training=training, **fields)
-            await world.wait_steps(10)
-            proxy.cut()
-            await until(lambda: not ranks_of(world.settings.data_dir.resolve()), 90)
-            assert await world.ends() == []
-            proxy.heal()
-            released: RunReleased = await world.wait_for(RunReleased, timeout_s=90)
-            await eventually(partial(_has_joined, world, 2), "the agent to join again", 90)
-            training["max_steps"] = released.step + 50
-            # As the scheduler does: from the last committed checkpoint, unless the node has newer state of its own.
-            resume = await _last_commit(world) if released.clean else None
-            await world.place(generation=2, resume=resume, training=training, **fields)
-            await world.place("undisturbed", slots=(1,), training=training, **fields)
-            for run_id in ("r1", "undisturbed"):
-                exited: Any = await world.wait_for(RunExited, run_id, timeout_s=90)
-                assert (exited.outcome, exited.step) == ("succeeded", training["max_steps"]), exited
-            started = [fact for fact in await world.facts() if isinstance(fact, RunStarted)]
-            assert started[-1].step > 0
-            assert await _last_tensors(world, "r1") == await _last_tensors(world, "undisturbed")
-        finally:
-            committing.cancel()
-            service.stopping.set()
-            await running
+    async with (
+        CuttableProxy(int(world.settings.nats_url.rpartition(":")[2])) as proxy,
+        running_agent(world, nats_url=proxy.url, lease_ttl_s=4.0),
+        committed_checkpoints(world),
+    ):
+        fields = {"task": "task:Linear", "grace_s": 60, "dataset": prepared}
+        training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 100_000, "seed": 3}
+        await world.place(training=training, **fields)
+        await world.wait_steps(10)
+        proxy.cut()
+        await until(lambda: not ranks_of(world.settings.data_dir.resolve()), 90)
+        assert await world.ends() == []
+        proxy.heal()
+        released: RunReleased = await world.wait_for(RunReleased, timeout_s=90)
+        await eventually(partial(_has_joined, world, 2), "the agent to join again", 90)
+        training["max_steps"] = released.step + 50
+        # As the scheduler does: from the last committed checkpoint, unless the node has newer state of its own.
+        resume = await _last_commit(world) if released.clean else None
+        await world.place(generation=2, resume=resume, training=training, **fields)
+        await world.place("undisturbed", slots=(1,), training=training, **fields)
+        for run_id in ("r1", "undisturbed"):
+            exited: Any = await world.wait_for(RunExited, run_id, timeout_s=90)
+            assert (exited.outcome, exited.step) == ("succeeded", training["max_steps"]), exited
+        started = [fact for fact in await world.facts() if isinstance(fact, RunStarted)]
+        assert started[-1].step > 0
+        assert await _last_tensors(world, "r1") == await _last_tensors(world, "undisturbed")
 
 
 async def _has_joined(world: World, count: int) -> bool:

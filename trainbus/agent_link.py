@@ -6,7 +6,6 @@ flags that it sets.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from contracts.disk_space import DISK_FULL
 from contracts.progress import ring_name
 from contracts.ranks import (
     CONTROL_LINE,
@@ -109,7 +109,7 @@ class Journal:
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in DISK_FULL:
                 raise
             written = 0
         if written == len(data):

@@ -6,6 +6,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from contracts.disk_space import DISK_FULL
 from services.kit.messages import TransientError
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import StackAddress
@@ -14,7 +15,7 @@ from trainbus.client.errors import StackUnreachableError, TrainbusError
 #: Seconds for which a request is repeated while the store does not answer.
 PATIENCE_S = 5.0
 #: Errors that come from this machine's disk, never from the store.
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+LOCAL_ERRORS = (*DISK_FULL, errno.EROFS, errno.EACCES)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ and ``wait_for_staging`` waits for what remains. The same thread then writes the
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contracts.disk_space import DISK_FULL
 from contracts.events.checkpoint import Exactness
 from contracts.ranks import CheckpointLine
 from contracts.spec.training import Training
@@ -33,8 +33,6 @@ from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World
 
-#: The disk, or its share of it, is full.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -158,7 +156,7 @@ class CheckpointManager:
         try:
             write(folder, content, is_cancelled)
         except OSError as error:
-            if is_needed or error.errno not in FULL:
+            if is_needed or error.errno not in DISK_FULL:
                 raise
             if not self._is_full:
                 print(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contracts.disk_space import measure_folder
 from contracts.machine_limits import limited_memory
 from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
@@ -248,7 +249,7 @@ class SurvivorFolder:
                     f"{format_bytes(shared.limit_bytes)} are allowed by the container, of which "
                     f"{format_bytes(shared.used_bytes)} are used: raise its memory limit",
                 )
-            others = _size_bytes(self._root.parent) - _size_bytes(hidden)
+            others = measure_folder(self._root.parent) - measure_folder(hidden)
             if needed + others > self._max_bytes:
                 raise OSError(
                     errno.EDQUOT,
@@ -410,13 +411,3 @@ class SurvivorStore:
 def _no_room(files: Files, problems: Sequence[str]) -> str:
     needed = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     return f"the node's memory has no room for survivor state of {format_bytes(needed)}: {'; '.join(problems)}"
-
-
-def _size_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder; other processes may remove some meanwhile."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(path, name)).st_size
-    return total

@@ -7,7 +7,6 @@ that is needed last is evicted first; a shard that a rank waits for is fetched e
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import math
 import time
@@ -18,6 +17,7 @@ from typing import Self
 import structlog
 from pydantic import ValidationError
 
+from contracts.disk_space import DISK_FULL
 from contracts.events.dataset import ShardFile
 from services.kit.bus import TransientError
 from services.kit.concurrency import cancel_and_wait
@@ -43,8 +43,6 @@ AHEAD_S = 60.0
 RETRY_S = 1.0
 #: Seconds without another try to evict other files, after one freed too little: each try lists every file.
 EVICTION_PAUSE_S = 5.0
-#: The errors of a full disk.
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: Seconds until a shard is needed that a rank waits for.
 OVERDUE_S = -1.0
 

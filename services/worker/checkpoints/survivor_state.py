@@ -21,6 +21,8 @@ from pathlib import Path
 
 import structlog
 
+from contracts.disk_space import measure_folder
+
 log = structlog.get_logger(__name__)
 
 #: Linux's file system in memory; without one, only checkpoints survive their ranks.
@@ -120,7 +122,7 @@ class SurvivorMemory:
     def _evict(self, keep: str) -> None:
         """Remove the state of runs, oldest first, until the limit holds; that of ``keep`` stays."""
         found = sorted((path.stat().st_mtime, path) for path in self._run_folders())
-        sizes = {path: size_bytes(path) for _, path in found}
+        sizes = {path: measure_folder(path) for _, path in found}
         for _, path in found:
             if sum(sizes.values()) <= self.max_bytes:
                 return
@@ -141,17 +143,6 @@ class SurvivorMemory:
         for path in [path for folder in self._folders(run_id) for path in folder.rglob("g*")]:
             if (found := _GENERATION.fullmatch(path.name)) and path.is_dir():
                 yield int(found[1]), path
-
-
-def size_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # removed meanwhile
-    return total
 
 
 def _steps(folder: Path) -> list[int]:

@@ -60,6 +60,8 @@ MEMORY_ACCESS = {
     Tensor.share_memory_: "share_memory_()",
     Tensor.__reduce_ex__: "pickle",
 }
+#: What reads tensors on the host, all of them: it never gets to the dispatcher, or refuses operands on two devices.
+READS = {Tensor.tolist, torch._weight_norm}
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -327,11 +329,11 @@ class Deferral:
         return {each.meta._cdata: each for each in map(self.find, parameters) if each is not None}
 
 
-class DeferralMode(TorchDispatchMode):
+class DeferralMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands the calls of ATen operators to a ``Deferral``."""
 
     def __init__(self, deferral: Deferral) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._deferral = deferral
 
     def __torch_dispatch__(
@@ -348,9 +350,9 @@ class HostDeviceMode(TorchFunctionMode):
         super().__init__()
         self._deferral = deferral
         self._properties: dict[Any, Any] = {
-            Tensor.device.__get__: CPU,
-            Tensor.is_meta.__get__: False,
-            Tensor.is_cpu.__get__: True,
+            _getter("device"): CPU,
+            _getter("is_meta"): False,
+            _getter("is_cpu"): True,
         }
 
     def __torch_function__(
@@ -369,7 +371,7 @@ class HostDeviceMode(TorchFunctionMode):
             return self._properties[func]
         if func in MEMORY_ACCESS:
             raise self._deferral.refuse(f"the model uses {MEMORY_ACCESS[func]} of a large tensor")
-        if func is Tensor.tolist:
+        if func in READS:
             return self._deferral.compute(func, args, kwargs)
         if func is Tensor.cpu:
             return args[0]
@@ -403,14 +405,14 @@ class RandomState:
     @classmethod
     def capture(cls) -> RandomState:
         """Return the state as it is. GPUs that nothing has used yet stay so."""
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
         torch.set_rng_state(self.host)
         if self.devices is not None:
             torch.cuda.set_rng_state_all(self.devices)
-        elif torch.cuda.is_initialized():
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(torch.initial_seed())
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -447,7 +449,12 @@ def _exchange(tensor: Tensor, real: Tensor) -> None:
     """
     if tensor.grad_fn is not None:
         raise DeferralError("the model keeps a large tensor with the graph of its gradient")
-    torch._C._swap_tensor_impl(tensor, real.requires_grad_(tensor.requires_grad))  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(tensor, real.requires_grad_(tensor.requires_grad))
+
+
+def _getter(name: str) -> Any:
+    """Return what torch calls to read an attribute of tensors."""
+    return vars(torch._C.TensorBase)[name].__get__
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -171,7 +171,7 @@ class DeferredStorage:
         return memory
 
     def _replay_birth(self) -> torch.UntypedStorage:
-        found = tree_leaves(self._operations[0].run({}))[self._output]
+        found: Tensor = tree_leaves(self._operations[0].run({}))[self._output]
         if Geometry.of(found) != self._geometry:
             # The meta kernel has other strides; what views of the storage refer to are its.
             found = self._geometry.allocate().copy_(found)

@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from contracts.spec.training import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
+from trainbus.trainer.checkpoint.weights import load_weights, match_weights
+from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.readable_tensor import ReadableTensor, make_readable
 from trainbus.trainer.strategies import (
     fsdp2,  # noqa: F401  (the forked ranks need not import it each)
     make_strategy,
@@ -190,9 +193,12 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
     """Take ``steps`` from ``state`` on, as the trainer does; return the strategy and the gradient norms."""
     training = case.training()
     seed_all(training.seed, "model")
-    strategy = make_strategy(case, case.model(), training, world)
+    model = case.model()
     if state is not None:
-        strategy.load_state(state)
+        load_weights(match_weights(make_readable(state.model), model), model)
+    strategy = make_strategy(case, model, training, world)
+    if state is not None:
+        strategy.load_state(loadable(state))
     strategy.model.train()
     norms = []
     size = case.batch_size
@@ -211,9 +217,20 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
     return strategy, norms
 
 
-def merged(parts: list[State]) -> State:
+def loadable(state: State[Tensor]) -> State[ReadableTensor]:
+    """Return a state in memory as one that is loaded."""
+    optimizer = state.optimizer
+    return State(
+        make_readable(state.model),
+        OptimizerState(make_readable(optimizer.tensors), optimizer.values, optimizer.groups),
+        make_readable(state.ema),
+        state.scaler,
+    )
+
+
+def merged(parts: list[State[Tensor]]) -> State[Tensor]:
     """Put the ranks' shares together again, copied."""
-    whole = State(scaler=parts[0].scaler)
+    whole: State[Tensor] = State(scaler=parts[0].scaler)
     for part in parts:
         for mine, theirs in (
             (whole.model, part.model),

@@ -219,7 +219,7 @@ class CheckpointManager:
         """Wait until everything is on disk."""
         self._writer.join()
 
-    def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State | None:
+    def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State[Tensor] | None:
         """Return the whole state from this rank alone, or None where it has but a share of it."""
         if not self._strategy.holds_whole_state:
             return None
@@ -228,14 +228,14 @@ class CheckpointManager:
     def _begin_update(self, *_: Any) -> None:
         self._progress = None
 
-    def _content(self, state: State, progress: Progress) -> RankFiles:
+    def _content(self, state: State[Tensor], progress: Progress) -> RankFiles:
         saved = None
         if self._world.is_first:
             saved = checkpoint_json(state, progress, self._world.size)
             state_digest(saved)  # raises here, where the step is known, if JSON cannot hold the state
         return RankFiles(self._world.rank, self._staging.images, saved, self._artifacts)
 
-    def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
+    def _files(self, state: State[Tensor], rank: int | None = None) -> dict[str, dict[str, Tensor]]:
         number = self._world.rank if rank is None else rank
         return {
             tensors_file(kind, number): dict(tensors)
@@ -280,7 +280,7 @@ class CheckpointManager:
             self._copied.set()
 
 
-def checkpoint_json(state: State, progress: Progress, parts: int) -> dict[str, Any]:
+def checkpoint_json(state: State[Tensor], progress: Progress, parts: int) -> dict[str, Any]:
     """Return ``state.json`` of a state that ``parts`` ranks write together."""
     saved = state_json(progress, state.optimizer.groups, state.optimizer.values, state.scaler)
     saved["about"]["parts"] = parts

@@ -24,6 +24,7 @@ from trainbus.task_artifacts import collect_artifacts
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
+from trainbus.trainer.checkpoint.weights import load_weights
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.drift import CHECK_EVERY_STEPS, RanksDrifted, checksum
@@ -115,7 +116,7 @@ class Trainer:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
         model = task.model()
-        start.load_weights(model)
+        load_weights(start.find_weights(model), model)
         self.strategy = make_strategy(task, model, training, self.world)
         scheduler = task.schedule(self.strategy.optimizer, self.total_steps)
         self.schedule = RateSchedule(scheduler, settings.best_metric, settings.best_mode)

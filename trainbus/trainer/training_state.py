@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
-from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.optimizer_state import AnyTensor, OptimizerState
 from trainbus.trainer.world import World
 
 Kind = Literal["model", "optimizer", "ema"]
@@ -27,24 +27,24 @@ Fetch = Callable[[int], Callable[[], Tensor | None]]
 
 
 @dataclass(slots=True)
-class State:
-    """Whole tensors by name: all of them when loaded; one rank's share, disjoint from the others', when saved.
+class State(Generic[AnyTensor]):
+    """Whole tensors by name: all of them, readable, when loaded; one rank's share, disjoint from others', when saved.
 
     Saved tensors are the live ones where the rank has them, on its device and not copied: they may share memory
     (tied weights), and the next step changes them.
     """
 
     #: Weights and buffers under the names of ``model.state_dict()``.
-    model: dict[str, Tensor] = field(default_factory=dict)
+    model: dict[str, AnyTensor] = field(default_factory=dict)
     #: When saved, ``values`` and ``groups`` are complete on rank 0 and empty elsewhere.
-    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    optimizer: OptimizerState[AnyTensor] = field(default_factory=OptimizerState)
     #: The moving average of the weights, by parameter name.
-    ema: dict[str, Tensor] = field(default_factory=dict)
+    ema: dict[str, AnyTensor] = field(default_factory=dict)
     #: The loss scale of fp16, as JSON. On every rank.
     scaler: dict[str, Any] | None = None
 
     @property
-    def tensors(self) -> dict[Kind, dict[str, Tensor]]:
+    def tensors(self) -> dict[Kind, dict[str, AnyTensor]]:
         """The tensors by kind and name."""
         return {"model": self.model, "optimizer": self.optimizer.tensors, "ema": self.ema}
 
@@ -83,13 +83,13 @@ def local_entries(kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]
     return [StateEntry(kind, name, tensor.nbytes, fetch(tensor.detach())) for name, tensor in tensors.items()]
 
 
-def assemble(entries: StateEntries, world: World) -> State:
+def assemble(entries: StateEntries, world: World) -> State[Tensor]:
     """Return the share of the state that this rank saves; every rank calls it with the same entries.
 
     The ranks take turns as owners, so that each round brings one tensor to each rank at the same time, and no rank
     holds more whole tensors than its share.
     """
-    state = State(scaler=entries.scaler)
+    state: State[Tensor] = State(scaler=entries.scaler)
     by_key = {entry.key: entry for entry in entries.tensors}
     owned = divide_by_bytes({entry.key: entry.size_bytes for entry in entries.tensors}, world.size)
     for keys in zip_longest(*owned):

@@ -24,6 +24,7 @@ from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.training_state import Kind, StateEntry, local_entries
 from trainbus.trainer.world import World
@@ -181,11 +182,6 @@ class DeepSpeedStrategy(Strategy):
 
         return StateEntry(kind, name, _shape(like).numel() * like.element_size(), fetch)
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if name in weights:
-                self._set_weight(tensor, weights[name])
-
     def _gather_weight(self, tensor: Tensor) -> Tensor:
         if self._stage < 3 or not hasattr(tensor, "ds_id"):
             return tensor.detach()
@@ -198,18 +194,6 @@ class DeepSpeedStrategy(Strategy):
         with GatheredParameters([tensor]):
             return tensor.detach().clone()
 
-    def _set_weight(self, tensor: Any, whole: Tensor) -> None:
-        if self._stage < 3 or not hasattr(tensor, "ds_id"):
-            with torch.no_grad():
-                tensor.copy_(whole)
-            return
-        if not tensor.requires_grad:
-            tensor.ds_tensor.data.copy_(self._partition_of(tensor, whole))
-            return
-        from deepspeed.utils import safe_set_local_fp32_param
-
-        safe_set_local_fp32_param(tensor, self._partition_of(tensor, whole))
-
     def _partition_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; the last one is padded with zeros."""
         size = parameter.ds_tensor.numel()
@@ -219,11 +203,11 @@ class DeepSpeedStrategy(Strategy):
         part[: own.numel()] = own
         return part
 
-    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:
         if not self._stage:
             return super()._optimizer_entries()
         entries: list[StateEntry] = []
-        state = OptimizerState()
+        state: OptimizerState[Tensor] = OptimizerState()
         for group, flat, parameters in self._parameter_groups():
             members = [self._names[id(parameter)] for parameter in parameters]
             state.groups += packing.pack_groups([group], [members])
@@ -251,27 +235,27 @@ class DeepSpeedStrategy(Strategy):
         dist.all_reduce(whole.view(torch.uint8))
         return whole.view(parameter.shape)
 
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         if not self._stage:
             return super()._load_optimizer(state)
         groups = self._parameter_groups()
         packing.check_groups(state, [[self._names[id(p)] for p in parameters] for _, _, parameters in groups])
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for name_and_key, tensor in state.tensors.items():
+        by_name: dict[str, dict[str, ReadableTensor]] = {}
+        for name_and_key, saved in state.tensors.items():
             name, _, key = name_and_key.rpartition("/")
-            by_name.setdefault(name, {})[key] = tensor
+            by_name.setdefault(name, {})[key] = saved
         for _, flat, parameters in groups:
             values = self.optimizer.state[flat]
             for parameter in parameters:
                 name = self._names[id(parameter)]
-                for key, tensor in by_name.get(name, {}).items():
-                    if tensor.ndim == 0 and _shape(parameter) != tensor.shape:
-                        values[key] = tensor.clone()
+                for key, saved in by_name.get(name, {}).items():
+                    if not saved.shape and _shape(parameter) != saved.shape:
+                        values[key] = saved.read()
                         continue
-                    if tensor.shape != _shape(parameter):
-                        raise StateMismatch(f"optimizer state {name}/{key} has shape {tuple(tensor.shape)}")
+                    if saved.shape != _shape(parameter):
+                        raise StateMismatch(f"optimizer state {name}/{key} has shape {tuple(saved.shape)}")
                     values.setdefault(key, torch.zeros_like(flat))
-                    self._set_optimizer_tensor(parameter, key, values[key], tensor)
+                    self._set_optimizer_tensor(parameter, key, values[key], saved.read())
                 values.update(state.values.get(name, {}))
         return packing.restore_groups(self.optimizer.param_groups, state.groups)
 

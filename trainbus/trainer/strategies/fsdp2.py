@@ -25,7 +25,8 @@ from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
-from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch, read_whole, unpack
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
 from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
@@ -155,10 +156,10 @@ class FSDP2Strategy(Strategy):
         self._reshard()
         return {name: _local(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, ReadableTensor]) -> None:
         parameters = dict(self.model.named_parameters())
         for name, tensor in ema.items():
-            tensor.copy_(_rows_of(saved[name], parameters[name]))
+            tensor.copy_(_read_shard(saved[name], parameters[name]))
 
     @property
     def holds_whole_state(self) -> bool:
@@ -178,25 +179,12 @@ class FSDP2Strategy(Strategy):
             for name, tensor in tensors.items()
         ]
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        self._reshard()
-        present = self.model.state_dict()
-        for name, tensor in weights.items():
-            _local(present[name]).copy_(_rows_of(tensor, present[name]))
-        self._buffers.reload()
-
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         parameters = dict(self.model.named_parameters())
-        tensors = {}
-        for key, tensor in state.tensors.items():
-            parameter = parameters[key.rpartition("/")[0]]
-            if tensor.ndim == 0 or not isinstance(parameter, DTensor):
-                tensors[key] = tensor
-                continue
-            if tensor.shape != parameter.shape:
-                raise StateMismatch(f"optimizer state {key!r} has shape {tuple(tensor.shape)}")
-            tensors[key] = _like(parameter, _rows_of(tensor, parameter).to(parameter.device, copy=True))
-        super()._load_optimizer(OptimizerState(tensors, state.values, state.groups))
+        for key, saved in state.tensors.items():
+            if saved.shape and saved.shape != parameters[key.rpartition("/")[0]].shape:
+                raise StateMismatch(f"optimizer state {key!r} has shape {tuple(saved.shape)}")
+        unpack(state, self.optimizer, self.model, _read_sharded)
 
 
 def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
@@ -246,12 +234,19 @@ def _row_spans(rows: int, world_size: int) -> Iterator[tuple[int, int]]:
         yield min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def _rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor."""
-    if not isinstance(like, DTensor):
-        return whole
-    start, stop = list(_row_spans(whole.shape[0], like.device_mesh.size()))[like.device_mesh.get_local_rank()]
-    return whole[start:stop]
+def _read_shard(saved: ReadableTensor, parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a saved tensor that is shaped as the parameter, on the host."""
+    if not isinstance(parameter, DTensor):
+        return saved.read()
+    mesh = parameter.device_mesh
+    return saved.read_rows(*list(_row_spans(saved.shape[0], mesh.size()))[mesh.get_local_rank()])
+
+
+def _read_sharded(saved: ReadableTensor, parameter: Tensor) -> Tensor:
+    """Return a saved tensor of the parameter's state, sharded as the parameter is."""
+    if not saved.shape:
+        return read_whole(saved, parameter)
+    return _like(parameter, _read_shard(saved, parameter).to(parameter.device))
 
 
 def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | None]:

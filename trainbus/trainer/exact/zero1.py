@@ -132,9 +132,9 @@ class ShardedOptimizer:
         for name, values in sorted((name, values) for described in everywhere for name, values in described.items()):
             for key, value in sorted(values.items()):
                 if isinstance(value, torch.dtype):
-                    size_bytes = self._named[name].numel() * value.itemsize
+                    like = torch.empty_like(self._named[name], dtype=value, device="meta")
                     fetch = partial(self._fetch, name, key, value)
-                    entries.append(StateEntry("optimizer", f"{name}/{key}", size_bytes, fetch))
+                    entries.append(StateEntry("optimizer", f"{name}/{key}", like, fetch, False))
                 elif isinstance(value, Tensor):
                     entries += local_entries("optimizer", {f"{name}/{key}": value})
                 else:

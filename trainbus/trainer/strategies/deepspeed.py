@@ -167,32 +167,25 @@ class DeepSpeedStrategy(Strategy):
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         if kind != "model":
             return local_entries(kind, tensors)
-        return [
-            self._gathered_entry(kind, name, tensor, partial(self._gather_weight, tensor))
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
-        ]
+        entries: list[StateEntry] = []
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if hasattr(tensor, "ds_id"):
+                entries.append(self._gathered_entry(kind, name, tensor, tensor.dtype, partial(_gather_weight, tensor)))
+            else:
+                entries += local_entries(kind, {name: tensor})
+        return entries
 
-    def _gathered_entry(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
-        """List a tensor that a collective call puts together on all ranks at once."""
+    def _gathered_entry(
+        self, kind: Kind, name: str, parameter: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]
+    ) -> StateEntry:
+        """List a tensor, shaped as a parameter, that a collective call puts together on all ranks at once."""
 
         def fetch(owner: int) -> Callable[[], Tensor | None]:
             whole = gather()
             kept = whole if owner == self._world.rank else None
             return lambda: kept
 
-        return StateEntry(kind, name, _shape(like).numel() * like.element_size(), fetch)
-
-    def _gather_weight(self, tensor: Tensor) -> Tensor:
-        if self._stage < 3 or not hasattr(tensor, "ds_id"):
-            return tensor.detach()
-        if tensor.requires_grad:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            return torch.as_tensor(safe_get_full_fp32_param(tensor))
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([tensor]):
-            return tensor.detach().clone()
+        return StateEntry(kind, name, torch.empty(_shape(parameter), dtype=dtype, device="meta"), fetch, False)
 
     def _partition_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; the last one is padded with zeros."""
@@ -215,7 +208,9 @@ class DeepSpeedStrategy(Strategy):
                 for key, value in self.optimizer.state.get(flat, {}).items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
                         gather = partial(self._gather_optimizer_tensor, parameter, key, value)
-                        entries.append(self._gathered_entry("optimizer", f"{name}/{key}", parameter, gather))
+                        entries.append(
+                            self._gathered_entry("optimizer", f"{name}/{key}", parameter, value.dtype, gather)
+                        )
                     elif isinstance(value, Tensor):
                         entries += local_entries("optimizer", {f"{name}/{key}": value})
                     else:
@@ -279,6 +274,18 @@ class DeepSpeedStrategy(Strategy):
         else:
             shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
         return list(zip(self.optimizer.param_groups, shards, members, strict=True))
+
+
+def _gather_weight(parameter: Tensor) -> Tensor:
+    """Return a parameter of stage 3, whole; every rank calls it."""
+    if parameter.requires_grad:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return torch.as_tensor(safe_get_full_fp32_param(parameter))
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def _shape(parameter: Any) -> torch.Size:

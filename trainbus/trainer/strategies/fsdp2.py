@@ -46,6 +46,8 @@ class FSDP2Strategy(Strategy):
         self._plan = TreePlan(self.leaf_count, world.size, world.rank)
         self._backward = BackwardState(self._plan)
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
+        #: Gathers what is saved.
+        self._link = PeerLink(world.device)
         #: The sums of a single rank, for which FSDP2 needs no reduce-scatter; then the whole gradient.
         self._stack: SumStack[list[Tensor]] = SumStack(_add_in_place)
         self._gradients: list[Tensor] | None = None
@@ -172,12 +174,30 @@ class FSDP2Strategy(Strategy):
         return super().state_entries({name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()})
 
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
-        return [
-            StateEntry(
-                kind, name, tensor.numel() * tensor.element_size(), partial(_gather, tensor.detach(), self._world)
-            )
-            for name, tensor in tensors.items()
-        ]
+        return [self._entry(kind, name, tensor.detach()) for name, tensor in tensors.items()]
+
+    def _entry(self, kind: Kind, name: str, tensor: Tensor) -> StateEntry:
+        is_live = self._world.size == 1 or not isinstance(tensor, DTensor)
+        return StateEntry(kind, name, tensor, partial(self._gather, tensor), is_live)
+
+    def _gather(self, tensor: Tensor, owner: int) -> Callable[[], Tensor | None]:
+        """Start to gather a sharded tensor on ``owner``; every rank calls it with its shard."""
+        local = _local(tensor)
+        if self._world.size == 1 or not isinstance(tensor, DTensor):
+            return lambda: local
+        if self._world.rank != owner:
+            return self._link.start([(_as_bytes(local), owner)], [], 0)
+        whole = local.new_empty(tensor.shape)
+        spans = enumerate(_row_spans(tensor.shape[0], self._world.size))
+        rows = {rank: whole[start:stop] for rank, (start, stop) in spans}
+        rows.pop(owner).copy_(local)
+        arrived = self._link.start([], [(_as_bytes(part), rank) for rank, part in rows.items()], 0)
+
+        def wait() -> Tensor:
+            arrived()
+            return whole
+
+        return wait
 
     def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         parameters = dict(self.model.named_parameters())
@@ -249,27 +269,9 @@ def _read_sharded(saved: ReadableTensor, parameter: Tensor) -> Tensor:
     return _like(parameter, _read_shard(saved, parameter).to(parameter.device))
 
 
-def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | None]:
-    """Start to gather a sharded tensor on ``owner``; every rank calls it with its shard."""
-    if not isinstance(tensor, DTensor):
-        return lambda: tensor
-    local = tensor.to_local()
-    if world.size == 1:
-        return lambda: local
-    spans = list(_row_spans(tensor.shape[0], world.size))
-    padded = local.new_zeros((spans[0][1], *tensor.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in spans] if world.rank == owner else None
-    work = dist.gather(padded, parts, dst=owner, async_op=True)
-    assert work is not None
-
-    def wait() -> Tensor | None:
-        work.wait()
-        if parts is None:
-            return None
-        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
-
-    return wait
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory, flat: NCCL and gloo know fewer types than torch."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class BackwardState:

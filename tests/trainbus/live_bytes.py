@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,7 +41,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.is_meta]
+    found = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(tree)]
+    return [leaf for leaf in found if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.is_meta]
 
 
 def _key(tensor: Tensor) -> int:

@@ -24,7 +24,6 @@ from trainbus.task_artifacts import collect_artifacts
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
-from trainbus.trainer.checkpoint.weights import load_weights
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.drift import CHECK_EVERY_STEPS, RanksDrifted, checksum
@@ -115,9 +114,7 @@ class Trainer:
             # A step whose gradient overflowed is left out; the schedule counts it all the same.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
-        model = task.model()
-        load_weights(start.find_weights(model), model)
-        self.strategy = make_strategy(task, model, training, self.world)
+        self.strategy = make_strategy(task, training, self.world, start.find_weights)
         scheduler = task.schedule(self.strategy.optimizer, self.total_steps)
         self.schedule = RateSchedule(scheduler, settings.best_metric, settings.best_mode)
         changed = start.has_other_settings(settings.about, self.total_steps)

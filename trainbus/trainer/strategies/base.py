@@ -52,10 +52,10 @@ class Strategy(ABC):
     optimizer: Optimizer
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
-        """Move ``model``, whose weights are loaded already, to the rank's device."""
+        """Prepare a step. ``model`` is on the rank's device and has its weights."""
         self._world = world
         #: The user's own module, unwrapped.
-        self.model = model.to(world.device)
+        self.model = model
         #: Leaves of a step over all ranks, and those that this rank computes, in this order.
         self.leaf_count = training.logical_ranks or world.size
         self.leaves = divide_leaves(self.leaf_count, world.size)[world.rank]

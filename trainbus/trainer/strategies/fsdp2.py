@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer.chained_optimizer import make_optimizer
+from trainbus.trainer.checkpoint.weights import Weights, WeightSource, load_weights
+from trainbus.trainer.deferred_model import DeferredModel
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch, read_whole, unpack
-from trainbus.trainer.readable_tensor import ReadableTensor
+from trainbus.trainer.readable_tensor import MemoryTensor, ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
 from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
@@ -40,8 +42,11 @@ class FSDP2Strategy(Strategy):
     weights are the same to the bit for any number of ranks. The model must be used as ``model(...)`` in the task.
     """
 
-    def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
-        super().__init__(task, model, training, world)
+    def __init__(
+        self, task: Task, model: DeferredModel, training: Training, world: World, find_weights: WeightSource
+    ) -> None:
+        """Shard ``model`` and load its weights, where ``find_weights`` returns them."""
+        super().__init__(task, shard_model(task, model, world, find_weights), training, world)
         exact = training.logical_ranks is not None
         self._plan = TreePlan(self.leaf_count, world.size, world.rank)
         self._backward = BackwardState(self._plan)
@@ -51,7 +56,12 @@ class FSDP2Strategy(Strategy):
         #: The sums of a single rank, for which FSDP2 needs no reduce-scatter; then the whole gradient.
         self._stack: SumStack[list[Tensor]] = SumStack(_add_in_place)
         self._gradients: list[Tensor] | None = None
-        self._sharded = _shard(self.model, task, world)
+        self._sharded = _list_sharded(self.model)
+        for module in self._sharded:
+            # Sums, not means: the weights of all micro-batches add up to 1.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._sharded[0].set_reduce_scatter_unused_params(True)
         if exact:
             for number, module in enumerate(self._sharded):
                 module.set_custom_reduce_scatter(TreeReduceScatter(self._backward, number))
@@ -212,26 +222,55 @@ def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return left
 
 
-def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
-    """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
+def shard_model(
+    task: Task,
+    model: DeferredModel,
+    world: World,
+    find_weights: WeightSource,
+    *,
+    reshard_after_forward: bool | None = None,
+) -> nn.Module:
+    """Shard the blocks one by one, and the rest of the model as the root, and give each rank its rows of the weights.
+
+    A rank holds its shards and one whole tensor at a time.
+
+    Args:
+        find_weights: returns what the model's tensors are loaded from; the others keep their initial values.
+        reshard_after_forward: as ``fully_shard`` has it; True: also the root is not kept whole after its forward pass.
+
+    Raises:
+        StateMismatch: a tensor does not fit the model; nothing is sharded then.
+    """
+    module = model.module
+    weights = find_weights(module)
+    initial = dict(module.named_parameters())
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*find_fsdp_units(task, model), model]:
-        fully_shard(module, mesh=mesh)
-    sharded: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for each in sharded:
-        # Sums, not means: the weights of all micro-batches add up to 1.
-        each.set_gradient_divide_factor(1.0)
-        each.set_force_sum_reduction_for_comms(True)
-    sharded[0].set_reduce_scatter_unused_params(True)
-    return sharded
+    for unit in [*find_fsdp_units(task, module), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # As ``to_empty`` does, which would give what has values new memory as well.
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor
+    )
+    saved = _load_unsharded(weights, module)
+    for name, parameter in module.named_parameters():
+        if (found := saved.get(id(parameter))) is None and model.is_deferred(initial[name]):
+            found = MemoryTensor(model.materialize(initial[name]))
+        if found is not None:
+            _local(parameter.detach()).copy_(_read_shard(found, parameter))
+    return module
 
 
-def shard_for_inference(model: nn.Module, task: Task, world: World) -> nn.Module:
-    """Shard a model, whose weights are loaded, over the ranks; a forward pass gathers one block at a time."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*find_fsdp_units(task, model), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return model
+def _load_unsharded(weights: Weights, module: nn.Module) -> dict[int, ReadableTensor]:
+    """Load the buffers; return what the sharded parameters are loaded from, by their ids: a tied one has two names."""
+    present = module.state_dict(keep_vars=True)
+    sharded = {name: saved for name, saved in weights.items() if isinstance(present[name], DTensor)}
+    load_weights({name: saved for name, saved in weights.items() if name not in sharded}, module)
+    return {id(present[name]): saved for name, saved in sharded.items()}
+
+
+def _list_sharded(model: nn.Module) -> list[FSDPModule]:
+    """Return the sharded modules, root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _local(tensor: Tensor) -> Tensor:

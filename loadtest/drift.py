@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         training = Training(max_steps=1, logical_ranks=1)
         task = Model(make)
-        strategy = make_strategy(task, task.model(), training, World())
+        strategy = make_strategy(task, training, World())
         step_s = _step_s(strategy, batch, steps)
         check_s = min(_timed(lambda strategy=strategy: _check(strategy)) for _ in range(REPEATS))  # type: ignore[misc]
         size_bytes = sum(tensor.nbytes for tensor in strategy.copied_tensors())

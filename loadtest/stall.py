@@ -64,7 +64,7 @@ class Loop:
         training = Training(max_steps=10**6, checkpoint_every_steps=10**6)
         task = Wide(max(1, size_bytes // (3 * 4 * (WIDTH * WIDTH + WIDTH))))
         torch.manual_seed(0)
-        self.strategy = make_strategy(task, task.model(), training, World())
+        self.strategy = make_strategy(task, training, World())
         self.batch = torch.randn(BATCH, WIDTH, device=World().device)
         self.progress = Progress()
         self.checkpoints = CheckpointManager(

@@ -7,6 +7,7 @@ that neither they nor what is computed from them depends on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trainbus.prediction_columns import make_columns
 from trainbus.task import Task, TaskError
 from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer import checkpoint
+from trainbus.trainer.deferred_model import build_deferred
 from trainbus.trainer.validation import MeasuredChunk, measure_split
 from trainbus.trainer.world import World
 
@@ -89,13 +91,14 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
 def _load_model(launch: Launch, folder: Path, task: Task, world: World) -> nn.Module:
     """Return the model with the checkpoint's weights on the device; in shards where it was trained in shards."""
     load_artifacts(task, folder)
-    model = task.model()
-    checkpoint.load_model(folder, model, averaged=True)
     training = launch.spec.training
     if world.size > 1 and training is not None and training.strategy in SHARDED:
-        from trainbus.trainer.strategies.fsdp2 import shard_for_inference
+        from trainbus.trainer.strategies.fsdp2 import shard_model
 
-        return shard_for_inference(model, task, world)
+        find_weights = partial(checkpoint.find_weights, folder, averaged=True)
+        return shard_model(task, build_deferred(task.model), world, find_weights, reshard_after_forward=True)
+    model = task.model()
+    checkpoint.load_model(folder, model, averaged=True)
     return model.to(world.device)
 
 

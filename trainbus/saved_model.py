@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from contracts.datasets import FieldStatistics
 from trainbus.task import Task, TaskError, load_task
 from trainbus.task_artifacts import load_artifacts
-from trainbus.trainer.checkpoint.weights import put_model
+from trainbus.trainer.checkpoint.files import CheckpointError
+from trainbus.trainer.checkpoint.tensor_file import open_tensor_file
+from trainbus.trainer.checkpoint.weights import load_weights, match_weights
 
 WEIGHTS, DESCRIPTION, CODE = "model.safetensors", "model.json", "code"
 #: Folders of code from which tasks were imported here.
@@ -37,8 +37,8 @@ def load_model_and_task(folder: Path) -> tuple[nn.Module, Task]:
     """Return the model and the Task that made it."""
     try:
         description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_bytes())
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        saved = open_tensor_file(folder / WEIGHTS)
+    except (OSError, ValueError, CheckpointError) as error:
         raise TaskError(
             f"{folder} has no model of a Task: fetch one with `trainbus fetch RUN FOLDER` ({error})"
         ) from error
@@ -49,7 +49,7 @@ def load_model_and_task(folder: Path) -> tuple[nn.Module, Task]:
     task.statistics = {name: FieldStatistics.model_validate(each) for name, each in description["statistics"].items()}
     load_artifacts(task, folder, description.get("artifacts", {}))
     model = task.model()
-    put_model(weights, model)
+    load_weights(match_weights(saved, model), model)
     return model.eval(), task
 
 

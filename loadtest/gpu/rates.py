@@ -64,7 +64,7 @@ def _step_times(task: GPT, strategy: str, sizes: Sizes) -> tuple[float, float]:
 
 def _our_step(task: GPT, strategy: str, batch: Tensor) -> Callable[[], None]:
     training = Training.model_validate({"max_steps": 1, "strategy": strategy, "precision": "bf16"})
-    found = make_strategy(task, task.model(), training, World())
+    found = make_strategy(task, training, World())
     found.model.train()
 
     def step() -> None:

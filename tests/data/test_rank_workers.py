@@ -16,6 +16,7 @@ from tests.trainbus.support import (
     FakeAgent,
     journal,
     linear_dataset,
+    load_tensors,
     rank_env,
     request,
     start_rank,
@@ -23,7 +24,6 @@ from tests.trainbus.support import (
     write_launch,
     write_task,
 )
-from trainbus.trainer.checkpoint import load_tensors
 
 pytestmark = pytest.mark.shell
 
@@ -41,7 +41,7 @@ def train(folder: Path, dataset: Any, code: Path, workers: int) -> dict[str, tor
     launch = write_launch(folder, spec, dataset, code)
     log = folder / "rank_0.log"
     assert start_rank(rank_env(launch, 0, 1, 0), log).wait(600) == 0, log.read_text()
-    return dict(load_tensors(whole_checkpoint(folder), "model"))
+    return load_tensors(whole_checkpoint(folder), "model")
 
 
 def test_workers_do_not_change_the_training_result(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from contracts.spec.training import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
+from trainbus.trainer.checkpoint.weights import match_weights
+from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.readable_tensor import ReadableTensor, make_readable
 from trainbus.trainer.strategies import (
     fsdp2,  # noqa: F401  (the forked ranks need not import it each)
     make_strategy,
@@ -186,11 +189,13 @@ class Case(Task):
         return x[start:stop], x[start:stop, :10].argmax(1)
 
 
-def train(case: Case, world: World, steps: range, state: State | None) -> tuple[Strategy, list[float]]:
+def train(case: Case, world: World, steps: range, state: State[ReadableTensor] | None) -> tuple[Strategy, list[float]]:
     """Take ``steps`` from ``state`` on, as the trainer does; return the strategy and the gradient norms."""
     training = case.training()
     seed_all(training.seed, "model")
-    strategy = make_strategy(case, case.model(), training, world)
+    strategy = make_strategy(
+        case, training, world, lambda model: {} if state is None else match_weights(state.model, model)
+    )
     if state is not None:
         strategy.load_state(state)
     strategy.model.train()
@@ -211,9 +216,20 @@ def train(case: Case, world: World, steps: range, state: State | None) -> tuple[
     return strategy, norms
 
 
-def merged(parts: list[State]) -> State:
+def loadable(state: State[Tensor]) -> State[ReadableTensor]:
+    """Return a state in memory as one that is loaded."""
+    optimizer = state.optimizer
+    return State(
+        make_readable(state.model),
+        OptimizerState(make_readable(optimizer.tensors), optimizer.values, optimizer.groups),
+        make_readable(state.ema),
+        state.scaler,
+    )
+
+
+def merged(parts: list[State[Tensor]]) -> State[Tensor]:
     """Put the ranks' shares together again, copied."""
-    whole = State(scaler=parts[0].scaler)
+    whole: State[Tensor] = State(scaler=parts[0].scaler)
     for part in parts:
         for mine, theirs in (
             (whole.model, part.model),
@@ -227,7 +243,7 @@ def merged(parts: list[State]) -> State:
     return whole
 
 
-def digest(state: State) -> str:
+def digest(state: State[Tensor]) -> str:
     """Return the hash of everything that training resumes from."""
     found = hashlib.sha256(repr((state.scaler, state.optimizer.groups, state.optimizer.values)).encode())
     for tensors in (state.model, state.optimizer.tensors, state.ema):
@@ -241,44 +257,50 @@ def digest(state: State) -> str:
 
 @dataclass
 class Result:
-    state: State
+    state: State[Tensor]
     norms: list[float]
     sent_bytes: list[int]
-    parts: list[State]
+    parts: list[State[Tensor]]
 
     @property
     def digest(self) -> str:
         return digest(self.state)
 
 
-def gang(case: Case, world_size: int, steps: range, state: State | None = None) -> Result:
+def gang(case: Case, world_size: int, steps: range, state: State[Tensor] | None = None) -> Result:
     """Take ``steps`` in ``world_size`` processes; return the state that they would have saved."""
+
+    def work(world: World) -> tuple[State[Tensor], list[float], int]:
+        strategy, norms = train(case, world, steps, None if state is None else loadable(state))
+        tree = getattr(strategy, "_tree", None)
+        sent = tree.link.sent_bytes if tree is not None else 0
+        return assemble(strategy.state_entries(), world), norms, sent
+
+    saved = run_ranks(world_size, work)
+    parts = [part for part, _, _ in saved]
+    assert all(norms == saved[0][1] for _, norms, _ in saved)
+    return Result(merged(parts), saved[0][1], [sent for _, _, sent in saved], parts)
+
+
+def run_ranks(world_size: int, work: Callable[[World], Any]) -> list[Any]:
+    """Call ``work`` on as many ranks, forked from this process; return what each rank's call returned."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, case, steps, state, folder)
         context = mp.get_context("fork")
-        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
+        processes = [context.Process(target=_rank, args=(rank, world_size, work, folder)) for rank in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:
             process.join(600)
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
         assert not errors, "\n".join(errors)
-        saved = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-    parts = [part for part, _, _ in saved]
-    assert all(norms == saved[0][1] for _, norms, _ in saved)
-    return Result(merged(parts), saved[0][1], [sent for _, _, sent in saved], parts)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | None, folder: str) -> None:
+def _rank(rank: int, world_size: int, work: Callable[[World], Any], folder: str) -> None:
     try:
         torch.set_num_threads(1)
-        if world_size > 1 or case.training().strategy == "fsdp2":
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        world = World(rank, world_size, 0)
-        strategy, norms = train(case, world, steps, state)
-        tree = getattr(strategy, "_tree", None)
-        sent = tree.link.sent_bytes if tree is not None else 0
-        torch.save((assemble(strategy.state_entries(), world), norms, sent), Path(folder) / f"{rank}.pt")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        torch.save(work(World(rank, world_size, 0)), Path(folder) / f"{rank}.pt")
         if world_size > 1:
             dist.barrier()
     except BaseException:

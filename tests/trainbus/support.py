@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contracts import shard_index
 from contracts.datasets import SPLITS, Format, Manifest, SplitFiles, split_config_hash
@@ -28,6 +28,9 @@ from contracts.spec.run import RunSpec
 from services.kit.ports import free_ports
 from services.worker.ranks.ring_reader import RingReader
 from trainbus.data.dataset import Dataset
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[2]
 Samples = Iterable[tuple[str, dict[str, bytes]]]
@@ -340,6 +343,13 @@ def whole_checkpoint(folder: Path, step: int | None = None) -> Path:
             for path in part.iterdir():
                 shutil.copy(path, whole / path.name)
     return whole
+
+
+def load_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Read all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) from a checkpoint."""
+    from trainbus.trainer.checkpoint import open_tensors
+
+    return {name: saved.read() for name, saved in open_tensors(folder, kind).items()}
 
 
 def keys_by_step(folder: Path, world_size: int) -> dict[int, list[str]]:

@@ -16,13 +16,13 @@ from tests.trainbus.support import (
     Warm,
     journal,
     linear_dataset,
+    load_tensors,
     request,
     whole_checkpoint,
     write_launch,
     write_task,
 )
 from trainbus.data.dataset import Dataset
-from trainbus.trainer.checkpoint import load_tensors
 from trainbus.trainer.strategies.base import INITIAL_SCALE
 
 pytestmark = pytest.mark.shell

@@ -142,13 +142,13 @@ def test_several_optimizers() -> None:
     assert gang(Case("mlp", "muon", ddp), 2, range(1)).digest == digest(muon)
     case = Case("mlp", "muon", {"strategy": "zero1"})
     with pytest.raises(TaskError, match="Muon"):
-        make_strategy(case, case.model(), case.training(), World())
+        make_strategy(case, case.training(), World())
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_by_name() -> None:
     case = Case("mlp", "lbfgs", {"strategy": "zero1"})
     with pytest.raises(TaskError, match="LBFGS"):
-        make_strategy(case, case.model(), case.training(), World())
+        make_strategy(case, case.training(), World())
 
 
 def test_the_loss_scale_grows_shrinks_and_gives_up() -> None:

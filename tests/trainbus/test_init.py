@@ -20,6 +20,7 @@ from tests.trainbus.support import (
     Warm,
     journal,
     linear_dataset,
+    load_tensors,
     request,
     whole_checkpoint,
     write_launch,
@@ -27,7 +28,8 @@ from tests.trainbus.support import (
 )
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task
-from trainbus.trainer.checkpoint import CheckpointError, load_initial_weights, load_tensors
+from trainbus.trainer.checkpoint import CheckpointError, find_initial_weights
+from trainbus.trainer.checkpoint.weights import load_weights
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import InitialWeights, StartPoint
 from trainbus.trainer.step_data import TrainingData
@@ -69,6 +71,10 @@ def train(folder: Path, dataset: Dataset, task: Task, **options: Any) -> Path:
     data, settings = TrainingData(task, dataset, training), TrainerSettings(folder, about={"run_id": folder.name})
     Trainer(task, data, training, settings, start=StartPoint(World(), run_id=folder.name, **places)).fit()
     return Path([line for line in journal(folder) if isinstance(line, CheckpointLine)][-1].folder)
+
+
+def load_initial_weights(folder: Path, model: nn.Module, exclude: tuple[str, ...] = ()) -> None:
+    load_weights(find_initial_weights(folder, model, exclude), model)
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

@@ -24,6 +24,7 @@ from tests.trainbus.support import (
     journal,
     keys_by_step,
     linear_dataset,
+    load_tensors,
     rank_env,
     request,
     start_rank,
@@ -55,9 +56,7 @@ def ended(folder: Path, rank: int = 0) -> EndedLine:
 
 
 def final_model(folder: Path) -> dict[str, Any]:
-    from trainbus.trainer.checkpoint import load_tensors
-
-    return dict(load_tensors(whole_checkpoint(folder), "model"))
+    return load_tensors(whole_checkpoint(folder), "model")
 
 
 def test_three_ranks_match_one(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:

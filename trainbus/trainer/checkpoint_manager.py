@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,16 @@ from trainbus.trainer.checkpoint.writer import CheckpointWriter, RankFiles, writ
 from trainbus.trainer.divergence import check_finite
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore
-from trainbus.trainer.training_state import State, assemble
+from trainbus.trainer.training_state import (
+    KINDS,
+    Kind,
+    State,
+    StateEntries,
+    StateEntry,
+    assemble,
+    divide_entries,
+    fetch_share,
+)
 from trainbus.trainer.world import World
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -80,7 +89,7 @@ class CheckpointManager:
         if self._is_prepared:
             return
         self._is_prepared = True
-        self._staging.lay_out(self._files(assemble(self._strategy.state_entries(ema), self._world)))
+        self._divide(self._strategy.state_entries(ema))
         for image in self._staging.images.values():
             image.touch()
 
@@ -117,11 +126,10 @@ class CheckpointManager:
             self._writer.join()
         self._copied.wait()
         progress.about["parts"] = self._world.size
-        state = assemble(self._strategy.state_entries(ema), self._world)
-        files = self._files(state)
-        self._staging.lay_out(files)
-        content = self._content(state, progress)
-        self._start_copy(files, at_once=last)
+        entries = self._strategy.state_entries(ema)
+        shares = self._divide(entries)
+        content = self._content(entries, progress)
+        self._start_copy(shares, at_once=last)
         place = {"step": progress.step, "epoch": epoch, "samples_consumed": progress.samples_consumed}
         folder = self._folder / f"step_{progress.step:08d}-rank_{self._world.rank}"
         trained, progress_step = self._trained_names(), progress.step
@@ -195,8 +203,8 @@ class CheckpointManager:
                 # The next forward pass changes buffers while the snapshot is read: it gets copies of them.
                 trained = self._trained_names()
                 state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
-                files = self._files(state, rank=0)
-                self._survivors.snapshot(files, checkpoint_json(state, progress, 1), trained)
+                files = _files(state.tensors, 0)
+                self._survivors.snapshot(files, _checkpoint_json(state, progress), trained)
 
     def save_survivor_state(self, ema: Mapping[str, Tensor] | None) -> int | None:
         """Save the last whole state in memory for the next generation; return its step, or None if there is none.
@@ -211,15 +219,15 @@ class CheckpointManager:
         state = self._whole_state(ema)
         if state is None:
             return None
-        saved = checkpoint_json(state, self._progress, 1)
-        is_saved = self._survivors.save(self._files(state, rank=0), saved, self._trained_names())
+        saved = _checkpoint_json(state, self._progress)
+        is_saved = self._survivors.save(_files(state.tensors, 0), saved, self._trained_names())
         return self._progress.step if is_saved else None
 
     def wait_for_writes(self) -> None:
         """Wait until everything is on disk."""
         self._writer.join()
 
-    def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State | None:
+    def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State[Tensor] | None:
         """Return the whole state from this rank alone, or None where it has but a share of it."""
         if not self._strategy.holds_whole_state:
             return None
@@ -228,38 +236,43 @@ class CheckpointManager:
     def _begin_update(self, *_: Any) -> None:
         self._progress = None
 
-    def _content(self, state: State, progress: Progress) -> RankFiles:
+    def _divide(self, entries: StateEntries) -> list[list[StateEntry]]:
+        """Return the share of each rank, and lay out the buffers for that of this one."""
+        shares = divide_entries(entries.tensors, self._world.size)
+        own = shares[self._world.rank]
+        likes = {kind: {entry.name: entry.like for entry in own if entry.kind == kind} for kind in KINDS}
+        self._staging.lay_out(_files(likes, self._world.rank))
+        return shares
+
+    def _content(self, entries: StateEntries, progress: Progress) -> RankFiles:
         saved = None
         if self._world.is_first:
-            saved = checkpoint_json(state, progress, self._world.size)
+            saved = state_json(progress, entries.groups, entries.values, entries.scaler)
             state_digest(saved)  # raises here, where the step is known, if JSON cannot hold the state
         return RankFiles(self._world.rank, self._staging.images, saved, self._artifacts)
-
-    def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
-        number = self._world.rank if rank is None else rank
-        return {
-            tensors_file(kind, number): dict(tensors)
-            for kind, tensors in state.tensors.items()
-            if tensors or kind != "ema"
-        }
 
     def _trained_names(self) -> set[str]:
         """Return the names of what only the optimizer changes."""
         parameters = self._strategy.model.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if parameter.requires_grad}
 
-    def _start_copy(self, files: Mapping[str, Mapping[str, Tensor]], *, at_once: bool) -> None:
-        """Copy what the next forward pass may change; the thread copies the rest, unless ``at_once``."""
+    def _start_copy(self, shares: Sequence[Sequence[StateEntry]], *, at_once: bool) -> None:
+        """Fetch this rank's share, and copy what the next forward pass may change and what other ranks have sent.
+
+        The thread copies the rest, unless ``at_once``. What was sent is freed when it is copied, so that this rank
+        holds its share once.
+        """
         trained = self._trained_names()
-        later, self._watched = [], []
-        for file, tensors in files.items():
-            for name, tensor in tensors.items():
-                target = self._staging.images[file].views[name]
-                if at_once or (file.startswith("model-") and name not in trained):
-                    copy_all([(target, tensor)])
-                else:
-                    later.append((target, tensor))
-                    self._watched.append((name, tensor, tensor._version))
+        later: Pairs = []
+        self._watched = []
+        for entry, tensor in fetch_share(shares, self._world.rank):
+            target = self._staging.images[tensors_file(entry.kind, self._world.rank)].views[entry.name]
+            if at_once or not entry.is_live or (entry.kind == "model" and entry.name not in trained):
+                copy_all([(target, tensor)])
+            else:
+                later.append((target, tensor))
+                self._watched.append((entry.name, tensor, tensor._version))
+            del tensor
         self._copied.clear()
         self._later = later
         if self._stream is not None:
@@ -280,8 +293,13 @@ class CheckpointManager:
             self._copied.set()
 
 
-def checkpoint_json(state: State, progress: Progress, parts: int) -> dict[str, Any]:
-    """Return ``state.json`` of a state that ``parts`` ranks write together."""
+def _files(tensors: Mapping[Kind, Mapping[str, Tensor]], rank: int) -> dict[str, dict[str, Tensor]]:
+    """Return tensors by the files that a rank saves them in."""
+    return {tensors_file(kind, rank): dict(found) for kind, found in tensors.items() if found or kind != "ema"}
+
+
+def _checkpoint_json(state: State[Tensor], progress: Progress) -> dict[str, Any]:
+    """Return ``state.json`` of a state that this rank saves alone."""
     saved = state_json(progress, state.optimizer.groups, state.optimizer.values, state.scaler)
-    saved["about"]["parts"] = parts
+    saved["about"]["parts"] = 1
     return saved

@@ -6,13 +6,18 @@ strategy and world size that loads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trainbus.trainer.readable_tensor import ReadableTensor
+
+#: A live tensor, or one of a saved state.
+AnyTensor = TypeVar("AnyTensor", bound=Tensor | ReadableTensor)
 
 
 class StateMismatch(Exception):
@@ -20,9 +25,9 @@ class StateMismatch(Exception):
 
 
 @dataclass(slots=True)
-class OptimizerState:
+class OptimizerState(Generic[AnyTensor]):
     #: ``<parameter>/<key>`` -> tensor, for example ``conv.weight/exp_avg``.
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, AnyTensor] = field(default_factory=dict)
     #: What is no tensor, by parameter and key.
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Hyperparameters of each group, with the names of its parameters under ``params``.
@@ -56,10 +61,11 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState[Tensor]:
     """Return the optimizer's live state by name, not copied."""
     names = parameter_names(model)
-    state = OptimizerState(groups=pack_groups(optimizer.param_groups, group_names(optimizer, model)))
+    groups = pack_groups(optimizer.param_groups, group_names(optimizer, model))
+    state: OptimizerState[Tensor] = OptimizerState(groups=groups)
     for parameter, values in optimizer.state.items():
         name = names[id(parameter)]
         for key, value in values.items():
@@ -70,7 +76,7 @@ def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     return state
 
 
-def check_groups(state: OptimizerState, names: Sequence[Sequence[str]]) -> None:
+def check_groups(state: OptimizerState[Any], names: Sequence[Sequence[str]]) -> None:
     """Raise ``StateMismatch`` unless the checkpoint's groups hold the same parameters.
 
     Older checkpoints also list frozen parameters, which have no state.
@@ -97,18 +103,32 @@ def restore_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str
                 group[key] = tuple(value) if isinstance(present, tuple) else value
 
 
-def unpack(state: OptimizerState, optimizer: Optimizer, model: nn.Module) -> None:
-    """Put a packed state into a fresh optimizer over the same parameters."""
+def read_whole(saved: ReadableTensor, parameter: Tensor) -> Tensor:
+    """Return a saved tensor of the parameter's state on the parameter's device."""
+    # Adam keeps its step count on the host unless it is fused or capturable; it moves it there itself if so.
+    return saved.read().to(parameter.device if saved.shape else torch.device("cpu"))
+
+
+def unpack(
+    state: OptimizerState[ReadableTensor],
+    optimizer: Optimizer,
+    model: nn.Module,
+    read: Callable[[ReadableTensor, Tensor], Tensor] = read_whole,
+) -> None:
+    """Put a saved state into a fresh optimizer over the same parameters.
+
+    Args:
+        read: returns what this rank holds of a saved tensor of a parameter's state.
+    """
     check_groups(state, group_names(optimizer, model))
     by_name = dict(model.named_parameters())
-    for name_and_key, tensor in state.tensors.items():
+    for name_and_key, saved in state.tensors.items():
+        shape = by_name[name_and_key.rpartition("/")[0]].shape
+        if saved.shape and saved.shape != shape and saved.shape.numel() == shape.numel():
+            raise StateMismatch(f"optimizer state {name_and_key!r} has shape {tuple(saved.shape)}")
+    for name_and_key, saved in state.tensors.items():
         name, _, key = name_and_key.rpartition("/")
-        parameter = by_name[name]
-        if tensor.ndim > 0 and tensor.shape != parameter.shape and tensor.numel() == parameter.numel():
-            raise StateMismatch(f"optimizer state {name_and_key!r} has shape {tuple(tensor.shape)}")
-        # Adam keeps its step count on the host unless it is fused or capturable; it moves it there itself if so.
-        target = parameter.device if tensor.ndim > 0 else torch.device("cpu")
-        optimizer.state[parameter][key] = tensor.to(target, copy=True)
+        optimizer.state[by_name[name]][key] = read(saved, by_name[name])
     for name, values in state.values.items():
         optimizer.state[by_name[name]].update(values)
     restore_groups(optimizer.param_groups, state.groups)

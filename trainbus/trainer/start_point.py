@@ -12,8 +12,8 @@ from torch import nn
 from contracts.exactness import TIMED
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
-from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
-from trainbus.trainer.checkpoint.weights import put_model
+from trainbus.trainer.checkpoint import Progress, find_initial_weights, load
+from trainbus.trainer.checkpoint.weights import Weights, match_weights
 from trainbus.trainer.optimizer_state import pack_groups, restore_groups
 from trainbus.trainer.rate_schedule import RateSchedule
 from trainbus.trainer.strategies.base import Strategy
@@ -94,13 +94,17 @@ class StartPoint:
                 flush=True,
             )
 
-    def load_weights(self, model: nn.Module) -> None:
-        """Load the model's weights, before a strategy shards or casts them."""
+    def find_weights(self, model: nn.Module) -> Weights:
+        """Return what the model's tensors are loaded from, where they do not keep their initial values.
+
+        Raises:
+            StateMismatch: a tensor does not fit the model; the text names it.
+        """
         if self._state is not None:
-            put_model(self._state.model, model)
-            self._state.model = {}
-        elif self._init is not None:
-            load_initial_weights(self._init.folder, model, self._init.exclude)
+            return match_weights(self._state.model, model)
+        if self._init is not None:
+            return find_initial_weights(self._init.folder, model, self._init.exclude)
+        return {}
 
     def load_optimizer(self, strategy: Strategy, schedule: RateSchedule, *, has_other_settings: bool = False) -> None:
         """Load the optimizer, the loss scale and the schedule.

@@ -31,9 +31,10 @@ from contracts.machine_limits import limited_memory
 from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import STATE, digests_file
-from trainbus.trainer.checkpoint.reader import load_tensors, read_state
+from trainbus.trainer.checkpoint.reader import open_tensors, read_state
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
 from trainbus.trainer.divergence import TrainingDiverged, check_finite
+from trainbus.trainer.readable_tensor import MemoryTensor, ReadableTensor
 from trainbus.trainer.training_state import KINDS, Kind, State
 from trainbus.trainer.world import World
 
@@ -49,7 +50,7 @@ SHM = Path("/dev/shm")
 #: Snapshots take at most this share of the time.
 SNAPSHOT_SHARE = 0.01
 
-TensorsByKind = dict[Kind, dict[str, Tensor]]
+TensorsByKind = dict[Kind, dict[str, ReadableTensor]]
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -103,7 +104,10 @@ def find_local_parts(
 
 
 def load_newest_state(world: World, mine: Mapping[StateKey, LocalParts]) -> LoadedCheckpoint | None:
-    """Load the newest state that the nodes of all ranks have together; None if there is none. Every rank calls it."""
+    """Open the newest state that the nodes of all ranks have together; None if there is none. Every rank calls it.
+
+    Tensors stay in the files of this node. Those of other nodes, where this one lacks a part, are received into memory.
+    """
     offered: list[dict[StateKey, tuple[int, set[int]]]] = world.all_gather_objects(
         {key: (offer.total, set(offer.parts)) for key, offer in mine.items()}
     )
@@ -115,31 +119,31 @@ def load_newest_state(world: World, mine: Mapping[StateKey, LocalParts]) -> Load
         all_have_all = all(wanted <= parts for _, parts in has)
         holders = {part: next(rank for rank, (_, parts) in enumerate(has) if part in parts) for part in sorted(wanted)}
         own = [part for part in holders if all_have_all or holders[part] == world.rank]
-        loaded = _load(mine[key], own) if own else {}
-        if any(world.all_gather_objects(loaded is None)):
+        opened = _open(mine[key], own) if own else {}
+        if any(world.all_gather_objects(opened is None)):
             continue
-        assert loaded is not None
-        return _join(loaded.values()) if all_have_all else _join(_share(world, holders, loaded))
+        assert opened is not None
+        return _join(opened.values()) if all_have_all else _join(_share(world, holders, opened))
     return None
 
 
 class StatePart(NamedTuple):
     #: Everything but tensors; in part 0 only.
-    head: tuple[Progress, State] | None
+    head: tuple[Progress, State[ReadableTensor]] | None
     kinds: TensorsByKind
 
 
-def _load(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | None:
-    """Read these parts; None if one of them cannot be used."""
+def _open(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | None:
+    """Open these parts; None if one of them cannot be used."""
     try:
-        return {part: _load_part(offer.parts[part], part) for part in parts}
+        return {part: _open_part(offer.parts[part], part) for part in parts}
     except CheckpointError as error:
         print(f"trainbus: a state left here is not used: {error}", flush=True)
         return None
 
 
-def _load_part(folder: Path, part: int) -> StatePart:
-    kinds = {kind: load_tensors(folder, kind) for kind in KINDS}
+def _open_part(folder: Path, part: int) -> StatePart:
+    kinds = {kind: open_tensors(folder, kind) for kind in KINDS}
     path = folder / digests_file(part)
     if path.exists():  # survivor state in memory has no digests, since no disk can have changed it
         try:
@@ -148,7 +152,7 @@ def _load_part(folder: Path, part: int) -> StatePart:
             raise CheckpointError(f"{path.name} cannot be read: {error}") from error
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
-                if digests.get(f"{kind}/{name}") != tensor_digest(tensor):
+                if digests.get(f"{kind}/{name}") != tensor_digest(tensor.read()):
                     raise CheckpointError(f"{kind}/{name!r} differs from what was written")
     return StatePart(read_state(folder) if part == 0 else None, kinds)
 
@@ -165,14 +169,14 @@ def _join(parts: Iterable[StatePart]) -> LoadedCheckpoint:
     return LoadedCheckpoint(progress, state)
 
 
-def _share(world: World, holders: Mapping[int, int], loaded: Mapping[int, StatePart]) -> Iterable[StatePart]:
+def _share(world: World, holders: Mapping[int, int], opened: Mapping[int, StatePart]) -> Iterable[StatePart]:
     """Send every part to every rank: plain values first, then one tensor after the other."""
     for part, holder in holders.items():
-        mine = loaded.get(part)
+        mine = opened.get(part)
         box: list[Any] = [None]
         if mine is not None:
             table = {
-                kind: {name: (tensor.dtype, tensor.shape, tensor_digest(tensor)) for name, tensor in tensors.items()}
+                kind: {name: (saved.dtype, saved.shape, tensor_digest(saved.read())) for name, saved in tensors.items()}
                 for kind, tensors in mine.kinds.items()
             }
             box = [(mine.head, table)]
@@ -182,22 +186,30 @@ def _share(world: World, holders: Mapping[int, int], loaded: Mapping[int, StateP
         for kind, described in table.items():
             own = {} if mine is None else mine.kinds[kind]
             kinds[kind] = {
-                name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *described[name]) for name in described
+                name: _exchange(world, holder, f"{kind}/{name}", own.get(name), *described[name]) for name in described
             }
         yield StatePart(head, kinds)
 
 
-def _tensor(
-    world: World, holder: int, name: str, mine: Tensor | None, dtype: torch.dtype, shape: torch.Size, digest: str
-) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=world.device) if mine is None else mine.to(world.device)
-    tensor = tensor.contiguous()
+def _exchange(
+    world: World,
+    holder: int,
+    name: str,
+    mine: ReadableTensor | None,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    digest: str,
+) -> ReadableTensor:
+    """Send a tensor that this rank has to all others, or receive it."""
+    tensor = torch.empty(shape, dtype=dtype, device=world.device) if mine is None else mine.read().to(world.device)
     # As bytes: gloo supports fewer types than torch.
     if tensor.numel():
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=holder)
-    if mine is None and tensor_digest(tensor) != digest:
+    if mine is not None:
+        return mine
+    if tensor_digest(tensor) != digest:
         raise RuntimeError(f"{name} did not arrive from rank {holder} as it was sent")
-    return tensor.cpu()
+    return MemoryTensor(tensor.cpu())
 
 
 class SurvivorFolder:

@@ -114,9 +114,7 @@ class Trainer:
             # A step whose gradient overflowed is left out; the schedule counts it all the same.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
-        model = task.model()
-        start.load_weights(model)
-        self.strategy = make_strategy(task, model, training, self.world)
+        self.strategy = make_strategy(task, training, self.world, start.find_weights)
         scheduler = task.schedule(self.strategy.optimizer, self.total_steps)
         self.schedule = RateSchedule(scheduler, settings.best_metric, settings.best_mode)
         changed = start.has_other_settings(settings.about, self.total_steps)

@@ -6,16 +6,16 @@ gives every rank about as many bytes to save, and brings each tensor to the rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
-from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.optimizer_state import AnyTensor, OptimizerState
 from trainbus.trainer.world import World
 
 Kind = Literal["model", "optimizer", "ema"]
@@ -27,24 +27,24 @@ Fetch = Callable[[int], Callable[[], Tensor | None]]
 
 
 @dataclass(slots=True)
-class State:
-    """Whole tensors by name: all of them when loaded; one rank's share, disjoint from the others', when saved.
+class State(Generic[AnyTensor]):
+    """Whole tensors by name: all of them, readable, when loaded; one rank's share, disjoint from others', when saved.
 
     Saved tensors are the live ones where the rank has them, on its device and not copied: they may share memory
     (tied weights), and the next step changes them.
     """
 
     #: Weights and buffers under the names of ``model.state_dict()``.
-    model: dict[str, Tensor] = field(default_factory=dict)
+    model: dict[str, AnyTensor] = field(default_factory=dict)
     #: When saved, ``values`` and ``groups`` are complete on rank 0 and empty elsewhere.
-    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    optimizer: OptimizerState[AnyTensor] = field(default_factory=OptimizerState)
     #: The moving average of the weights, by parameter name.
-    ema: dict[str, Tensor] = field(default_factory=dict)
+    ema: dict[str, AnyTensor] = field(default_factory=dict)
     #: The loss scale of fp16, as JSON. On every rank.
     scaler: dict[str, Any] | None = None
 
     @property
-    def tensors(self) -> dict[Kind, dict[str, Tensor]]:
+    def tensors(self) -> dict[Kind, dict[str, AnyTensor]]:
         """The tensors by kind and name."""
         return {"model": self.model, "optimizer": self.optimizer.tensors, "ema": self.ema}
 
@@ -55,13 +55,19 @@ class StateEntry:
 
     kind: Kind
     name: str
-    #: Of the whole tensor.
-    size_bytes: int
+    #: A tensor of the whole one's shape and dtype; its values have no meaning, and it may be on meta.
+    like: Tensor
     fetch: Fetch
+    #: Whether the owner fetches the live tensor, which the next step changes, and no copy.
+    is_live: bool
 
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.like.numel() * self.like.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +86,41 @@ def local_entries(kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]
     def fetch(tensor: Tensor) -> Fetch:
         return lambda owner: lambda: tensor
 
-    return [StateEntry(kind, name, tensor.nbytes, fetch(tensor.detach())) for name, tensor in tensors.items()]
+    return [StateEntry(kind, name, tensor.detach(), fetch(tensor.detach()), True) for name, tensor in tensors.items()]
 
 
-def assemble(entries: StateEntries, world: World) -> State:
-    """Return the share of the state that this rank saves; every rank calls it with the same entries.
-
-    The ranks take turns as owners, so that each round brings one tensor to each rank at the same time, and no rank
-    holds more whole tensors than its share.
-    """
-    state = State(scaler=entries.scaler)
-    by_key = {entry.key: entry for entry in entries.tensors}
-    owned = divide_by_bytes({entry.key: entry.size_bytes for entry in entries.tensors}, world.size)
-    for keys in zip_longest(*owned):
-        started = [(by_key[key], by_key[key].fetch(owner)) for owner, key in enumerate(keys) if key is not None]
-        arrived = {entry.key: wait() for entry, wait in started}
-        if (own := keys[world.rank]) is not None:
-            tensor, entry = arrived[own], by_key[own]
-            assert tensor is not None
-            state.tensors[entry.kind][entry.name] = tensor
+def assemble(entries: StateEntries, world: World) -> State[Tensor]:
+    """Return the share of the state that this rank saves; every rank calls it with the same entries."""
+    state: State[Tensor] = State(scaler=entries.scaler)
+    for entry, tensor in fetch_share(divide_entries(entries.tensors, world.size), world.rank):
+        state.tensors[entry.kind][entry.name] = tensor
     if world.is_first:
         state.optimizer.values, state.optimizer.groups = entries.values, entries.groups
     return state
+
+
+def divide_entries(entries: Sequence[StateEntry], parts: int) -> list[list[StateEntry]]:
+    """Return the share of each rank, alike on every rank: about as many bytes."""
+    by_key = {entry.key: entry for entry in entries}
+    keys = divide_by_bytes({entry.key: entry.size_bytes for entry in entries}, parts)
+    return [[by_key[key] for key in owned] for owned in keys]
+
+
+def fetch_share(shares: Sequence[Sequence[StateEntry]], rank: int) -> Iterator[tuple[StateEntry, Tensor]]:
+    """Bring the tensors of a rank's share to it, one after the other; every rank calls it with the same shares.
+
+    The ranks take turns as owners, so that each round brings one tensor to each rank at the same time. A caller that
+    lets go of each tensor before it asks for the next one never holds two that are no live ones.
+    """
+    for entries in zip_longest(*shares):
+        started = [(owner, entry, entry.fetch(owner)) for owner, entry in enumerate(entries) if entry is not None]
+        arrived = {owner: (entry, wait()) for owner, entry, wait in started}
+        del started  # what brings a tensor may hold it
+        if rank in arrived:
+            entry, tensor = arrived.pop(rank)
+            assert tensor is not None
+            yield entry, tensor
+            del tensor
 
 
 def divide_by_bytes(sizes_bytes: Mapping[str, int], parts: int) -> list[list[str]]:

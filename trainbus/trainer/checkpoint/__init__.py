@@ -2,9 +2,9 @@
 
 from trainbus.trainer.checkpoint.digest import compare, tensor_digest
 from trainbus.trainer.checkpoint.files import CheckpointError, Progress, check_safe
-from trainbus.trainer.checkpoint.reader import LoadedCheckpoint, load, load_tensors
+from trainbus.trainer.checkpoint.reader import LoadedCheckpoint, load, open_tensors
 from trainbus.trainer.checkpoint.schedule import CheckpointSchedule, FailureHistory
-from trainbus.trainer.checkpoint.weights import load_initial_weights, load_model
+from trainbus.trainer.checkpoint.weights import find_initial_weights, find_weights, load_model
 
 __all__ = [
     "CheckpointError",
@@ -14,9 +14,10 @@ __all__ = [
     "Progress",
     "check_safe",
     "compare",
+    "find_initial_weights",
+    "find_weights",
     "load",
-    "load_initial_weights",
     "load_model",
-    "load_tensors",
+    "open_tensors",
     "tensor_digest",
 ]

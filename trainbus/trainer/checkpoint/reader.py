@@ -7,10 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from trainbus.trainer.checkpoint.files import (
     MAX_STATE_BYTES,
     STATE,
@@ -20,31 +16,33 @@ from trainbus.trainer.checkpoint.files import (
     check_safe,
     tensors_file,
 )
+from trainbus.trainer.checkpoint.tensor_file import open_tensor_file
 from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.training_state import KINDS, State
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A whole training state on the host."""
+    """A whole training state, whose tensors are read when they are needed."""
 
     progress: Progress
-    state: State
+    state: State[ReadableTensor]
 
 
 def load(folder: Path) -> LoadedCheckpoint:
-    """Read everything that training resumes from."""
+    """Open everything that training resumes from."""
     check_safe(folder)
     progress, state = read_state(folder)
     for rank in range(progress.about["parts"]):
         for kind in ("model", "optimizer"):
             if not (folder / tensors_file(kind, rank)).is_file():
                 raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
-    state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
+    state.model, state.optimizer.tensors, state.ema = (open_tensors(folder, kind) for kind in KINDS)
     return LoadedCheckpoint(progress, state)
 
 
-def read_state(folder: Path) -> tuple[Progress, State]:
+def read_state(folder: Path) -> tuple[Progress, State[ReadableTensor]]:
     """Read ``state.json`` alone; the other files may lie elsewhere."""
     path = folder / STATE
     try:
@@ -63,21 +61,19 @@ def read_state(folder: Path) -> tuple[Progress, State]:
             unfinished=state["unfinished"],
             about={**state["about"], "parts": int(state["about"].get("parts", 1))},
         )
-        optimizer = OptimizerState({}, dict(state["optimizer"]["values"]), list(state["optimizer"]["groups"]))
+        saved = state["optimizer"]
+        optimizer = OptimizerState[ReadableTensor]({}, dict(saved["values"]), list(saved["groups"]))
         return progress, State(optimizer=optimizer, scaler=state["scaler"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{STATE} of the checkpoint cannot be read: {error!r}") from error
 
 
-def load_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Read all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; empty where there are none."""
-    found: dict[str, Tensor] = {}
+def open_tensors(folder: Path, kind: str) -> dict[str, ReadableTensor]:
+    """Return all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; empty where there are none."""
+    found: dict[str, ReadableTensor] = {}
     pattern = re.compile(rf"{kind}-\d+\.safetensors")
     for path in sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path.name} of the checkpoint cannot be read: {error}") from error
+        tensors = open_tensor_file(path)
         if twice := found.keys() & tensors.keys():
             raise CheckpointError(f"{min(twice)!r} is in {path.name} of the checkpoint and in another file")
         found |= tensors

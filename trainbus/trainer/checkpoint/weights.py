@@ -1,8 +1,11 @@
-"""Puts the weights of a checkpoint into a model: all of them as they are, or those to begin another training with."""
+"""Finds what the weights of a model are loaded from: all of a checkpoint's, or those to begin another training with.
+
+Everything is checked against the model, whose tensors may be on meta, before the first byte of a tensor is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,27 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from trainbus.trainer.checkpoint.files import check_safe
-from trainbus.trainer.checkpoint.reader import load_tensors
-from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.checkpoint.reader import open_tensors
+from trainbus.trainer.optimizer_state import AnyTensor, StateMismatch, parameter_names
+from trainbus.trainer.readable_tensor import ReadableTensor
+
+#: What tensors of a model are loaded from, by their names in ``model.state_dict()``, in its order.
+Weights = dict[str, ReadableTensor]
+#: Returns these for a model. Tensors without a name keep their initial values.
+WeightSource = Callable[[nn.Module], Weights]
 
 #: How many tensors the error names.
 MAX_LISTED = 10
+#: Read before they are copied into the model: all of a small one at once.
+BATCH_BYTES = 16 * 2**20
 
 
 def load_model(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
-    """Put the checkpoint's weights and buffers into ``model``; ``averaged``: the moving average's where it has one.
+    """Load the checkpoint's weights into ``model``; see ``find_weights``."""
+    load_weights(find_weights(folder, model, averaged=averaged), model)
+
+
+def find_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> Weights:
+    """Find the checkpoint's weights and buffers for ``model``; ``averaged``: the moving average's where it has one.
 
     Raises:
         StateMismatch: a tensor is missing, unknown, or of another shape or type; the text names it.
     """
     check_safe(folder)
-    put_model(load_tensors(folder, "model"), model)
-    if averaged:
-        _load_averages(folder, model)
+    weights = match_weights(open_tensors(folder, "model"), model)
+    return weights | _find_averages(folder, model) if averaged else weights
 
 
-def put_model(saved: dict[str, Tensor], model: nn.Module) -> None:
-    """Copy whole tensors into a model that has exactly these; see ``load_model``."""
+def match_weights(saved: Mapping[str, ReadableTensor], model: nn.Module) -> Weights:
+    """Return whole saved tensors for a model that has exactly these; see ``find_weights``."""
     wanted = model.state_dict()
     for name, present in wanted.items():
         if name not in saved:
@@ -44,12 +59,11 @@ def put_model(saved: dict[str, Tensor], model: nn.Module) -> None:
     for name in saved:
         if name not in wanted:
             raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
-    with torch.no_grad():
-        model.load_state_dict(saved)
+    return {name: saved[name] for name in wanted}
 
 
-def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
-    """Put the checkpoint's weights and buffers into ``model``, the moving average's where it has one.
+def find_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> Weights:
+    """Find the checkpoint's weights and buffers for ``model``, the moving average's where it has one.
 
     What ``exclude`` names (``head.*``) stays as the model has it, wherever it is. All else must be in both, in one
     shape; floating-point values are converted to the model's type.
@@ -58,28 +72,39 @@ def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] 
         StateMismatch: the text names each tensor that does not fit, and what to exclude.
     """
     check_safe(folder)
-    saved = load_tensors(folder, "model")
+    saved = open_tensors(folder, "model")
     wanted = model.state_dict()
     _check_patterns(exclude, [*wanted, *saved])
     present = _without(wanted, exclude)
     found = _without(saved, exclude)
     if problems := _problems(found, present):
         raise StateMismatch(_explain(problems, [*wanted, *saved], exclude))
+    return {name: found[name] for name in present} | _find_averages(folder, model, exclude)
+
+
+def load_weights(weights: Weights, model: nn.Module) -> None:
+    """Copy weights into a model whose parameters are whole, with memory for few of them at a time."""
+    batch: dict[str, Tensor] = {}
+    size_bytes = 0
     with torch.no_grad():
-        model.load_state_dict(wanted | found)
-    _load_averages(folder, model, exclude)
+        for name, saved in weights.items():
+            batch[name] = saved.read()
+            size_bytes += batch[name].nbytes
+            if size_bytes >= BATCH_BYTES:
+                model.load_state_dict(batch, strict=False)
+                batch, size_bytes = {}, 0
+        model.load_state_dict(batch, strict=False)
 
 
-def _load_averages(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
-    averages = _without(load_tensors(folder, "ema"), exclude)
-    with torch.no_grad():
-        # By parameter, since a tied one has more names in the model's state than it has averages.
-        for name, parameter in model.named_parameters():
-            if name in averages:
-                parameter.copy_(averages[name])
+def _find_averages(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> Weights:
+    averages = _without(open_tensors(folder, "ema"), exclude)
+    # A tied weight has more names in the model's state than it has averages.
+    names = parameter_names(model)
+    tied = {name: names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {name: averages[first] for name, first in tied.items() if first in averages}
 
 
-def _without(tensors: Mapping[str, Tensor], exclude: Sequence[str]) -> dict[str, Tensor]:
+def _without(tensors: Mapping[str, AnyTensor], exclude: Sequence[str]) -> dict[str, AnyTensor]:
     return {name: tensor for name, tensor in tensors.items() if not _matches(name, exclude)}
 
 
@@ -99,7 +124,7 @@ def _check_patterns(exclude: Sequence[str], names: Sequence[str]) -> None:
         raise StateMismatch("init_exclude leaves nothing of the checkpoint: leave init_from out, or exclude less")
 
 
-def _problems(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, str]:
+def _problems(saved: Mapping[str, ReadableTensor], wanted: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what does not fit, by name."""
     found = {}
     for name, present in wanted.items():
@@ -107,7 +132,7 @@ def _problems(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
             found[name] = f"{name!r} {_like(present)} is in the model alone"
             continue
         tensor = saved[name]
-        convertible = tensor.is_floating_point() and present.is_floating_point()
+        convertible = tensor.dtype.is_floating_point and present.dtype.is_floating_point
         if tensor.shape != present.shape or (tensor.dtype != present.dtype and not convertible):
             found[name] = f"{name!r} is {_like(tensor)} in the checkpoint, {_like(present)} in the model"
     for name, tensor in saved.items():
@@ -116,7 +141,7 @@ def _problems(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
     return found
 
 
-def _like(tensor: Tensor) -> str:
+def _like(tensor: Tensor | ReadableTensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -87,13 +87,6 @@ class BufferSync:
         self._new, self._sums, self._touched = {}, {}, set()
         self._stack.clear()
 
-    def reload(self) -> None:
-        """Adopt the model's current buffers as those of a completed step."""
-        for place in range(len(self._places)):
-            self._live[place] = self._buffer(place)
-            self._start[place].copy_(self._live[place])
-            self._versions[place] = self._live[place]._version
-
     def _buffer(self, place: int) -> Tensor:
         module, name = self._places[place]
         buffer = module._buffers[name]

@@ -7,7 +7,8 @@ kernel ever sees a tensor whose shape depends on that number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -24,6 +25,7 @@ from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Piece, gradient_of, in_memory_order
 from trainbus.trainer.exact.norm import piece_norms
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.readable_tensor import ReadableTensor, make_readable
 from trainbus.trainer.training_state import StateEntry, local_entries
 
 #: Optimizers that update each element independently, so that a parameter may be cut into pieces.
@@ -70,7 +72,7 @@ class ShardedOptimizer:
             by_name.setdefault(self._name(piece), []).append(parameter)
         for group, members in zip(optimizer.param_groups, self._group_names, strict=True):
             group["params"] = [parameter for name in members for parameter in by_name.get(name, [])]
-        self.load(before)
+        self.load(OptimizerState(make_readable(before.tensors), before.values, before.groups))
 
     def step(self) -> None:
         """Step on this rank's pieces, and gather the weights of all ranks."""
@@ -91,37 +93,48 @@ class ShardedOptimizer:
         # Each is a number on one rank and zero on the others, so the sum is exact.
         return world.all_reduce(norms)
 
-    def load(self, state: OptimizerState) -> None:
-        """Load this rank's pieces from whole tensors."""
+    def load(self, state: OptimizerState[ReadableTensor]) -> None:
+        """Load this rank's pieces; of each tensor it reads the rows that these lie in."""
         packing.check_groups(state, self._group_names)
-        values: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in state.values.items()}
-        for name_and_key, tensor in state.tensors.items():
+        tensors: dict[str, dict[str, ReadableTensor]] = {}
+        for name_and_key, saved in state.tensors.items():
             name, _, key = name_and_key.rpartition("/")
             if name not in self._named:
                 raise StateMismatch(f"the checkpoint has optimizer state of {name!r}, which the model does not train")
-            values.setdefault(name, {})[key] = self._laid_out(name_and_key, tensor, self._named[name])
+            if saved.shape and saved.shape != self._named[name].shape:
+                raise StateMismatch(f"optimizer state {name_and_key!r} has shape {tuple(saved.shape)}")
+            tensors.setdefault(name, {})[key] = saved
         self._optimizer.state.clear()
-        for piece, parameter in self._owned.items():
-            if (name := self._name(piece)) not in values:
-                continue
-            mine = self._optimizer.state[parameter]
-            for key, value in values[name].items():
-                if isinstance(value, Tensor):
-                    value = value.clone() if value.ndim == 0 else value[piece.start : piece.stop].clone()
-                mine[key] = value
+        for name, pieces in groupby(self._owned, self._name):
+            self._load_pieces(list(pieces), state.values.get(name, {}), tensors.get(name, {}))
         packing.restore_groups(self._optimizer.param_groups, state.groups)
 
-    def state_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+    def _load_pieces(
+        self, pieces: Sequence[Piece], values: Mapping[str, Any], tensors: Mapping[str, ReadableTensor]
+    ) -> None:
+        """Load the state of one parameter's pieces, which follow each other."""
+        parameter = self._named[self._name(pieces[0])]
+        for piece in pieces if values else ():
+            self._piece_state(piece).update(values)
+        start, stop = pieces[0].start, pieces[-1].stop
+        for key, saved in tensors.items():
+            run = _read_run(saved, parameter, start, stop) if saved.shape else None
+            for piece in pieces:
+                part = saved.read() if run is None else run[piece.start - start : piece.stop - start]
+                self._piece_state(piece)[key] = part if run is None else part.to(parameter.device, copy=True)
+
+    def state_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:
         """Return the optimizer's tensors as entries, and the state with everything else. Every rank calls it."""
         entries: list[StateEntry] = []
-        state = OptimizerState(groups=packing.pack_groups(self._optimizer.param_groups, self._group_names))
+        groups = packing.pack_groups(self._optimizer.param_groups, self._group_names)
+        state: OptimizerState[Tensor] = OptimizerState(groups=groups)
         everywhere = self._tree.world.all_gather_objects(self._describe_state())
         for name, values in sorted((name, values) for described in everywhere for name, values in described.items()):
             for key, value in sorted(values.items()):
                 if isinstance(value, torch.dtype):
-                    size_bytes = self._named[name].numel() * value.itemsize
+                    like = torch.empty_like(self._named[name], dtype=value, device="meta")
                     fetch = partial(self._fetch, name, key, value)
-                    entries.append(StateEntry("optimizer", f"{name}/{key}", size_bytes, fetch))
+                    entries.append(StateEntry("optimizer", f"{name}/{key}", like, fetch, False))
                 elif isinstance(value, Tensor):
                     entries += local_entries("optimizer", {f"{name}/{key}": value})
                 else:
@@ -199,11 +212,13 @@ class ShardedOptimizer:
                         owned[piece].grad = gradients[place]
         return dict(sorted(owners.items())), dict(sorted(owned.items()))
 
-    @staticmethod
-    def _laid_out(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Return a state tensor's elements in the order in which the parameter's lie in memory."""
-        if tensor.ndim == 0:
-            return tensor.cpu()
-        if tensor.shape != parameter.shape:
-            raise StateMismatch(f"optimizer state {name!r} has shape {tuple(tensor.shape)}")
-        return in_memory_order(torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor))
+
+def _read_run(saved: ReadableTensor, parameter: Tensor, start: int, stop: int) -> Tensor:
+    """Return the elements ``start`` to ``stop`` of a saved tensor, counted as the parameter's lie in memory, flat."""
+    if not parameter.is_contiguous():
+        laid_out = torch.empty_like(parameter, dtype=saved.dtype, device="cpu").copy_(saved.read())
+        return in_memory_order(laid_out)[start:stop]
+    row_length = math.prod(saved.shape[1:])
+    first, last = start // row_length, -(-stop // row_length)
+    offset = first * row_length
+    return saved.read_rows(first, last).flatten()[start - offset : stop - offset]

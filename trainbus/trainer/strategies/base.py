@@ -25,6 +25,7 @@ from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.tree import divide_leaves
 from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.peers import UpdateConfirmation
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
 
@@ -51,10 +52,10 @@ class Strategy(ABC):
     optimizer: Optimizer
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
-        """Move ``model``, whose weights are loaded already, to the rank's device."""
+        """Prepare a step. ``model`` is on the rank's device and has its weights."""
         self._world = world
         #: The user's own module, unwrapped.
-        self.model = model.to(world.device)
+        self.model = model
         #: Leaves of a step over all ranks, and those that this rank computes, in this order.
         self.leaf_count = training.logical_ranks or world.size
         self.leaves = divide_leaves(self.leaf_count, world.size)[world.rank]
@@ -134,7 +135,7 @@ class Strategy(ABC):
         """Return what every rank has a copy of, to the bit, in an order that is the same on every rank."""
         return []
 
-    def _copies_of(self, state: OptimizerState) -> list[Tensor]:
+    def _copies_of(self, state: OptimizerState[Tensor]) -> list[Tensor]:
         """Return the weights and what of the optimizer's state this rank has."""
         weights = [parameter.detach() for parameter in self.model.parameters()]
         return [*weights, *(state.tensors[name] for name in sorted(state.tensors))]
@@ -148,32 +149,27 @@ class Strategy(ABC):
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         return local_entries(kind, tensors)
 
-    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:
         """Return the optimizer's tensors as entries, and the state with everything else."""
         state = packing.pack(self.optimizer, self.model)
         return self._entries("optimizer", state.tensors), state
 
-    def load_state(self, state: State) -> None:
-        """Load a whole state; called on every rank with the same one. No ``model`` leaves weights as they are."""
-        self._load_weights(state.model)
+    def load_state(self, state: State[ReadableTensor]) -> None:
+        """Load all of a whole state but the weights; called on every rank with the same one."""
         self._load_optimizer(state.optimizer)
         self._scale.load(state.scaler)
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        if weights:
-            self.model.load_state_dict(weights)
-
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         packing.unpack(state, self.optimizer, self.model)
 
     def parameters_for_ema(self) -> dict[str, Tensor]:
         """Return this rank's part of the trained weights by name: what a moving average follows."""
         return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        """Copy whole saved tensors into local ones that are shaped like ``parameters_for_ema()``."""
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, ReadableTensor]) -> None:
+        """Load whole saved tensors into local ones that are shaped like ``parameters_for_ema()``."""
         for name, tensor in ema.items():
-            tensor.copy_(saved[name])
+            tensor.copy_(saved[name].read())
 
 
 class LossModule(nn.Module):

@@ -24,6 +24,7 @@ from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.training_state import Kind, StateEntry, local_entries
 from trainbus.trainer.world import World
@@ -166,49 +167,25 @@ class DeepSpeedStrategy(Strategy):
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         if kind != "model":
             return local_entries(kind, tensors)
-        return [
-            self._gathered_entry(kind, name, tensor, partial(self._gather_weight, tensor))
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
-        ]
+        entries: list[StateEntry] = []
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if hasattr(tensor, "ds_id"):
+                entries.append(self._gathered_entry(kind, name, tensor, tensor.dtype, partial(_gather_weight, tensor)))
+            else:
+                entries += local_entries(kind, {name: tensor})
+        return entries
 
-    def _gathered_entry(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
-        """List a tensor that a collective call puts together on all ranks at once."""
+    def _gathered_entry(
+        self, kind: Kind, name: str, parameter: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]
+    ) -> StateEntry:
+        """List a tensor, shaped as a parameter, that a collective call puts together on all ranks at once."""
 
         def fetch(owner: int) -> Callable[[], Tensor | None]:
             whole = gather()
             kept = whole if owner == self._world.rank else None
             return lambda: kept
 
-        return StateEntry(kind, name, _shape(like).numel() * like.element_size(), fetch)
-
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if name in weights:
-                self._set_weight(tensor, weights[name])
-
-    def _gather_weight(self, tensor: Tensor) -> Tensor:
-        if self._stage < 3 or not hasattr(tensor, "ds_id"):
-            return tensor.detach()
-        if tensor.requires_grad:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            return torch.as_tensor(safe_get_full_fp32_param(tensor))
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([tensor]):
-            return tensor.detach().clone()
-
-    def _set_weight(self, tensor: Any, whole: Tensor) -> None:
-        if self._stage < 3 or not hasattr(tensor, "ds_id"):
-            with torch.no_grad():
-                tensor.copy_(whole)
-            return
-        if not tensor.requires_grad:
-            tensor.ds_tensor.data.copy_(self._partition_of(tensor, whole))
-            return
-        from deepspeed.utils import safe_set_local_fp32_param
-
-        safe_set_local_fp32_param(tensor, self._partition_of(tensor, whole))
+        return StateEntry(kind, name, torch.empty(_shape(parameter), dtype=dtype, device="meta"), fetch, False)
 
     def _partition_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; the last one is padded with zeros."""
@@ -219,11 +196,11 @@ class DeepSpeedStrategy(Strategy):
         part[: own.numel()] = own
         return part
 
-    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:
         if not self._stage:
             return super()._optimizer_entries()
         entries: list[StateEntry] = []
-        state = OptimizerState()
+        state: OptimizerState[Tensor] = OptimizerState()
         for group, flat, parameters in self._parameter_groups():
             members = [self._names[id(parameter)] for parameter in parameters]
             state.groups += packing.pack_groups([group], [members])
@@ -231,7 +208,9 @@ class DeepSpeedStrategy(Strategy):
                 for key, value in self.optimizer.state.get(flat, {}).items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
                         gather = partial(self._gather_optimizer_tensor, parameter, key, value)
-                        entries.append(self._gathered_entry("optimizer", f"{name}/{key}", parameter, gather))
+                        entries.append(
+                            self._gathered_entry("optimizer", f"{name}/{key}", parameter, value.dtype, gather)
+                        )
                     elif isinstance(value, Tensor):
                         entries += local_entries("optimizer", {f"{name}/{key}": value})
                     else:
@@ -251,27 +230,27 @@ class DeepSpeedStrategy(Strategy):
         dist.all_reduce(whole.view(torch.uint8))
         return whole.view(parameter.shape)
 
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         if not self._stage:
             return super()._load_optimizer(state)
         groups = self._parameter_groups()
         packing.check_groups(state, [[self._names[id(p)] for p in parameters] for _, _, parameters in groups])
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for name_and_key, tensor in state.tensors.items():
+        by_name: dict[str, dict[str, ReadableTensor]] = {}
+        for name_and_key, saved in state.tensors.items():
             name, _, key = name_and_key.rpartition("/")
-            by_name.setdefault(name, {})[key] = tensor
+            by_name.setdefault(name, {})[key] = saved
         for _, flat, parameters in groups:
             values = self.optimizer.state[flat]
             for parameter in parameters:
                 name = self._names[id(parameter)]
-                for key, tensor in by_name.get(name, {}).items():
-                    if tensor.ndim == 0 and _shape(parameter) != tensor.shape:
-                        values[key] = tensor.clone()
+                for key, saved in by_name.get(name, {}).items():
+                    if not saved.shape and _shape(parameter) != saved.shape:
+                        values[key] = saved.read()
                         continue
-                    if tensor.shape != _shape(parameter):
-                        raise StateMismatch(f"optimizer state {name}/{key} has shape {tuple(tensor.shape)}")
+                    if saved.shape != _shape(parameter):
+                        raise StateMismatch(f"optimizer state {name}/{key} has shape {tuple(saved.shape)}")
                     values.setdefault(key, torch.zeros_like(flat))
-                    self._set_optimizer_tensor(parameter, key, values[key], tensor)
+                    self._set_optimizer_tensor(parameter, key, values[key], saved.read())
                 values.update(state.values.get(name, {}))
         return packing.restore_groups(self.optimizer.param_groups, state.groups)
 
@@ -295,6 +274,18 @@ class DeepSpeedStrategy(Strategy):
         else:
             shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
         return list(zip(self.optimizer.param_groups, shards, members, strict=True))
+
+
+def _gather_weight(parameter: Tensor) -> Tensor:
+    """Return a parameter of stage 3, whole; every rank calls it."""
+    if parameter.requires_grad:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return torch.as_tensor(safe_get_full_fp32_param(parameter))
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -19,6 +19,7 @@ from trainbus.trainer.exact.layout import Slot, gradient_of, in_memory_order, is
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
 from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.training_state import StateEntry
 from trainbus.trainer.world import World
@@ -104,18 +105,15 @@ class ExactDDPStrategy(Strategy):
         return self._sharded is None or self._world.size == 1
 
     def copied_tensors(self) -> list[Tensor]:
-        state = OptimizerState() if self._sharded is not None else packing.pack(self.optimizer, self.model)
+        sharded = self._sharded is not None
+        state = OptimizerState[Tensor]() if sharded else packing.pack(self.optimizer, self.model)
         return [*self._copies_of(state), *(buffer.detach() for buffer in self.model.buffers())]
 
     def discard_unfinished_step(self) -> None:
         self._buffers.roll_back()
 
-    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:
         return super()._optimizer_entries() if self._sharded is None else self._sharded.state_entries()
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        super()._load_weights(weights)
-        self._buffers.reload()
-
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         super()._load_optimizer(state) if self._sharded is None else self._sharded.load(state)

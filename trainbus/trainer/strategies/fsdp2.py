@@ -20,12 +20,15 @@ from torch.distributed.tensor import DTensor
 from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer.chained_optimizer import make_optimizer
+from trainbus.trainer.checkpoint.weights import Weights, WeightSource, load_weights
+from trainbus.trainer.deferred_model import DeferredModel
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
-from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch, read_whole, unpack
+from trainbus.trainer.readable_tensor import MemoryTensor, ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
 from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
@@ -39,16 +42,26 @@ class FSDP2Strategy(Strategy):
     weights are the same to the bit for any number of ranks. The model must be used as ``model(...)`` in the task.
     """
 
-    def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
-        super().__init__(task, model, training, world)
+    def __init__(
+        self, task: Task, model: DeferredModel, training: Training, world: World, find_weights: WeightSource
+    ) -> None:
+        """Shard ``model`` and load its weights, where ``find_weights`` returns them."""
+        super().__init__(task, shard_model(task, model, world, find_weights), training, world)
         exact = training.logical_ranks is not None
         self._plan = TreePlan(self.leaf_count, world.size, world.rank)
         self._backward = BackwardState(self._plan)
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
+        #: Gathers what is saved.
+        self._link = PeerLink(world.device)
         #: The sums of a single rank, for which FSDP2 needs no reduce-scatter; then the whole gradient.
         self._stack: SumStack[list[Tensor]] = SumStack(_add_in_place)
         self._gradients: list[Tensor] | None = None
-        self._sharded = _shard(self.model, task, world)
+        self._sharded = _list_sharded(self.model)
+        for module in self._sharded:
+            # Sums, not means: the weights of all micro-batches add up to 1.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._sharded[0].set_reduce_scatter_unused_params(True)
         if exact:
             for number, module in enumerate(self._sharded):
                 module.set_custom_reduce_scatter(TreeReduceScatter(self._backward, number))
@@ -155,10 +168,10 @@ class FSDP2Strategy(Strategy):
         self._reshard()
         return {name: _local(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, ReadableTensor]) -> None:
         parameters = dict(self.model.named_parameters())
         for name, tensor in ema.items():
-            tensor.copy_(_rows_of(saved[name], parameters[name]))
+            tensor.copy_(_read_shard(saved[name], parameters[name]))
 
     @property
     def holds_whole_state(self) -> bool:
@@ -171,32 +184,37 @@ class FSDP2Strategy(Strategy):
         return super().state_entries({name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()})
 
     def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
-        return [
-            StateEntry(
-                kind, name, tensor.numel() * tensor.element_size(), partial(_gather, tensor.detach(), self._world)
-            )
-            for name, tensor in tensors.items()
-        ]
+        return [self._entry(kind, name, tensor.detach()) for name, tensor in tensors.items()]
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        self._reshard()
-        present = self.model.state_dict()
-        for name, tensor in weights.items():
-            _local(present[name]).copy_(_rows_of(tensor, present[name]))
-        self._buffers.reload()
+    def _entry(self, kind: Kind, name: str, tensor: Tensor) -> StateEntry:
+        is_live = self._world.size == 1 or not isinstance(tensor, DTensor)
+        return StateEntry(kind, name, tensor, partial(self._gather, tensor), is_live)
 
-    def _load_optimizer(self, state: OptimizerState) -> None:
+    def _gather(self, tensor: Tensor, owner: int) -> Callable[[], Tensor | None]:
+        """Start to gather a sharded tensor on ``owner``; every rank calls it with its shard."""
+        local = _local(tensor)
+        if self._world.size == 1 or not isinstance(tensor, DTensor):
+            return lambda: local
+        if self._world.rank != owner:
+            return self._link.start([(_as_bytes(local), owner)], [], 0)
+        whole = local.new_empty(tensor.shape)
+        spans = enumerate(_row_spans(tensor.shape[0], self._world.size))
+        rows = {rank: whole[start:stop] for rank, (start, stop) in spans}
+        rows.pop(owner).copy_(local)
+        arrived = self._link.start([], [(_as_bytes(part), rank) for rank, part in rows.items()], 0)
+
+        def wait() -> Tensor:
+            arrived()
+            return whole
+
+        return wait
+
+    def _load_optimizer(self, state: OptimizerState[ReadableTensor]) -> None:
         parameters = dict(self.model.named_parameters())
-        tensors = {}
-        for key, tensor in state.tensors.items():
-            parameter = parameters[key.rpartition("/")[0]]
-            if tensor.ndim == 0 or not isinstance(parameter, DTensor):
-                tensors[key] = tensor
-                continue
-            if tensor.shape != parameter.shape:
-                raise StateMismatch(f"optimizer state {key!r} has shape {tuple(tensor.shape)}")
-            tensors[key] = _like(parameter, _rows_of(tensor, parameter).to(parameter.device, copy=True))
-        super()._load_optimizer(OptimizerState(tensors, state.values, state.groups))
+        for key, saved in state.tensors.items():
+            if saved.shape and saved.shape != parameters[key.rpartition("/")[0]].shape:
+                raise StateMismatch(f"optimizer state {key!r} has shape {tuple(saved.shape)}")
+        unpack(state, self.optimizer, self.model, _read_sharded)
 
 
 def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
@@ -204,26 +222,55 @@ def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return left
 
 
-def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
-    """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
+def shard_model(
+    task: Task,
+    model: DeferredModel,
+    world: World,
+    find_weights: WeightSource,
+    *,
+    reshard_after_forward: bool | None = None,
+) -> nn.Module:
+    """Shard the blocks one by one, and the rest of the model as the root, and give each rank its rows of the weights.
+
+    A rank holds its shards and one whole tensor at a time.
+
+    Args:
+        find_weights: returns what the model's tensors are loaded from; the others keep their initial values.
+        reshard_after_forward: as ``fully_shard`` has it; True: also the root is not kept whole after its forward pass.
+
+    Raises:
+        StateMismatch: a tensor does not fit the model; nothing is sharded then.
+    """
+    module = model.module
+    weights = find_weights(module)
+    initial = dict(module.named_parameters())
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*find_fsdp_units(task, model), model]:
-        fully_shard(module, mesh=mesh)
-    sharded: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for each in sharded:
-        # Sums, not means: the weights of all micro-batches add up to 1.
-        each.set_gradient_divide_factor(1.0)
-        each.set_force_sum_reduction_for_comms(True)
-    sharded[0].set_reduce_scatter_unused_params(True)
-    return sharded
+    for unit in [*find_fsdp_units(task, module), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # As ``to_empty`` does, which would give what has values new memory as well.
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor
+    )
+    saved = _load_unsharded(weights, module)
+    for name, parameter in module.named_parameters():
+        if (found := saved.get(id(parameter))) is None and model.is_deferred(initial[name]):
+            found = MemoryTensor(model.materialize(initial[name]))
+        if found is not None:
+            _local(parameter.detach()).copy_(_read_shard(found, parameter))
+    return module
 
 
-def shard_for_inference(model: nn.Module, task: Task, world: World) -> nn.Module:
-    """Shard a model, whose weights are loaded, over the ranks; a forward pass gathers one block at a time."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*find_fsdp_units(task, model), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return model
+def _load_unsharded(weights: Weights, module: nn.Module) -> dict[int, ReadableTensor]:
+    """Load the buffers; return what the sharded parameters are loaded from, by their ids: a tied one has two names."""
+    present = module.state_dict(keep_vars=True)
+    sharded = {name: saved for name, saved in weights.items() if isinstance(present[name], DTensor)}
+    load_weights({name: saved for name, saved in weights.items() if name not in sharded}, module)
+    return {id(present[name]): saved for name, saved in sharded.items()}
+
+
+def _list_sharded(model: nn.Module) -> list[FSDPModule]:
+    """Return the sharded modules, root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -246,35 +293,24 @@ def _row_spans(rows: int, world_size: int) -> Iterator[tuple[int, int]]:
         yield min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def _rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor."""
-    if not isinstance(like, DTensor):
-        return whole
-    start, stop = list(_row_spans(whole.shape[0], like.device_mesh.size()))[like.device_mesh.get_local_rank()]
-    return whole[start:stop]
+def _read_shard(saved: ReadableTensor, parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a saved tensor that is shaped as the parameter, on the host."""
+    if not isinstance(parameter, DTensor):
+        return saved.read()
+    mesh = parameter.device_mesh
+    return saved.read_rows(*list(_row_spans(saved.shape[0], mesh.size()))[mesh.get_local_rank()])
 
 
-def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | None]:
-    """Start to gather a sharded tensor on ``owner``; every rank calls it with its shard."""
-    if not isinstance(tensor, DTensor):
-        return lambda: tensor
-    local = tensor.to_local()
-    if world.size == 1:
-        return lambda: local
-    spans = list(_row_spans(tensor.shape[0], world.size))
-    padded = local.new_zeros((spans[0][1], *tensor.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in spans] if world.rank == owner else None
-    work = dist.gather(padded, parts, dst=owner, async_op=True)
-    assert work is not None
+def _read_sharded(saved: ReadableTensor, parameter: Tensor) -> Tensor:
+    """Return a saved tensor of the parameter's state, sharded as the parameter is."""
+    if not saved.shape:
+        return read_whole(saved, parameter)
+    return _like(parameter, _read_shard(saved, parameter).to(parameter.device))
 
-    def wait() -> Tensor | None:
-        work.wait()
-        if parts is None:
-            return None
-        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
 
-    return wait
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory, flat: NCCL and gloo know fewer types than torch."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class BackwardState:

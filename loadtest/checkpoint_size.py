@@ -99,7 +99,7 @@ class StandInStore:
             raise ObjectExists(uri)
         self.objects[uri] = body
 
-    async def delete(self, uri: str) -> None:
+    async def delete(self, uri: str, *, if_match: str = "") -> None:
         await asyncio.sleep(0)
         self.pieces.pop(uri, None)
         self.objects.pop(uri, None)

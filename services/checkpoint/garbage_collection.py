@@ -25,7 +25,7 @@ from services.checkpoint.listings import read_listing
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
 from services.kit.garbage_collector import GarbageCollector
-from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
+from services.kit.store.errors import ObjectChanged, ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectInfo, ObjectStore
 
 log = structlog.get_logger(__name__)
@@ -75,13 +75,14 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
         metrics.GC_DELETED.labels("manifest").inc()
     deleted = freed = 0
     for blob in doomed:
-        # An upload may have written it again, in order to name it.
+        # An upload may have renewed it, in order to name it.
         try:
-            if (await objects.head(blob.uri)).modified_at != blob.modified_at:
+            there = await objects.head(blob.uri)
+            if there.modified_at != blob.modified_at:
                 continue
-        except ObjectNotFound:
+            await objects.delete(blob.uri, if_match=there.etag)
+        except (ObjectNotFound, ObjectChanged):
             continue
-        await objects.delete(blob.uri)
         deleted, freed = deleted + 1, freed + blob.size_bytes
         metrics.GC_DELETED.labels("blob").inc()
         metrics.GC_FREED_BYTES.inc(blob.size_bytes)
@@ -132,4 +133,8 @@ def _summary(found: GarbageReport) -> str:
     return f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed"
 
 
-GARBAGE = GarbageCollector("checkpoint-gc", metrics.GC_RUNS, collect_garbage, _summary)
+def _bucket(settings: CheckpointSettings) -> str:
+    return settings.bucket_models
+
+
+GARBAGE = GarbageCollector("checkpoint-gc", metrics.GC_RUNS, collect_garbage, _summary, _bucket)

@@ -16,7 +16,7 @@ from contracts.events.dataset import ShardFile
 from services.kit.bus import Bus
 from services.kit.concurrency import gather_limited
 from services.kit.garbage_collector import GarbageCollector
-from services.kit.store.errors import ObjectNotFound
+from services.kit.store.errors import ObjectChanged, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.sharding import metrics
 from services.sharding.core import garbage
@@ -77,11 +77,12 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
 async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int | None:
     """Delete an object and return its bytes; None if it is gone, or if a job has rewritten it to reuse it."""
     try:
-        if (await objects.head(stored.uri)).modified_at != stored.modified_at:
+        there = await objects.head(stored.uri)
+        if there.modified_at != stored.modified_at:
             return None
-    except ObjectNotFound:
+        await objects.delete(stored.uri, if_match=there.etag)
+    except (ObjectNotFound, ObjectChanged):
         return None
-    await objects.delete(stored.uri)
     metrics.GC_DELETED.labels(kind).inc()
     metrics.GC_FREED_BYTES.inc(stored.size_bytes)
     return stored.size_bytes
@@ -142,4 +143,8 @@ def _summary(found: GarbageSummary) -> str:
     )
 
 
-GARBAGE = GarbageCollector("dataset-gc", metrics.GC_RUNS, collect_garbage, _summary)
+def _bucket(settings: ShardingSettings) -> str:
+    return settings.bucket_datasets
+
+
+GARBAGE = GarbageCollector("dataset-gc", metrics.GC_RUNS, collect_garbage, _summary, _bucket)

@@ -27,13 +27,15 @@ from services.kit.bus import Bus, TransientError
 from services.kit.progress import Progress
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.objects import ObjectStore
+from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.sharding import job as job_module
 from services.sharding.core import garbage
 from services.sharding.core.garbage import NamedObjects, StoredObject
 from services.sharding.core.manifest import journal_name
 from services.sharding.garbage_collection import GARBAGE, collect_garbage
 from services.sharding.job import Dataset, ShardingJob
 from services.sharding.settings import ShardingSettings
+from tests.kit.support import until
 from tests.manual_clock import ManualClock
 from tests.sharding.test_job import images
 
@@ -312,13 +314,13 @@ async def test_a_collection_during_a_job_damages_no_dataset(
 
 
 async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_path: Path) -> None:
-    """The store verifies the hash, keeps an existing object, and a touched object is unchanged."""
+    """The store verifies the hash, keeps an existing object, and a renewed object is unchanged."""
     path, content = tmp_path / "shard", b"abc" * 100_000
     path.write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
     uri = shard_uri(world.bucket, sha256)
     await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
-    before = (await world.objects.head(uri)).modified_at
+    before = await world.objects.head(uri)
     with pytest.raises(ObjectExists):
         await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
     path.write_bytes(content[:-1] + b"x")
@@ -327,13 +329,46 @@ async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_pa
             await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
     with pytest.raises(ObjectNotFound):
         await world.objects.head(shard_uri(world.bucket, A))
-    while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store reports whole seconds
+    while int(before.modified_at.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store reports whole seconds
         await asyncio.sleep(0.05)
-    await world.objects.touch(uri)
-    assert (await world.objects.head(uri)).modified_at > before
+    assert await world.objects.renew(before)
+    assert (await world.objects.head(uri)).modified_at > before.modified_at
     assert await world.objects.get(uri) == content
-    with pytest.raises(ObjectNotFound):
-        await world.objects.touch(shard_uri(world.bucket, B))
+
+
+async def make_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have jobs take for old what the store has now, and nothing that is written from here on."""
+    now = int(time.time()) + 1
+    await until(lambda: time.time() >= now, "the store's next second")
+    monkeypatch.setattr(job_module, "is_young", lambda written_at: written_at.timestamp() >= now)
+
+
+@pytest.mark.parametrize("renewed_before", [False, True])
+async def test_a_shard_that_is_renewed_between_the_look_and_the_delete_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch, renewed_before: bool
+) -> None:
+    ingested = await world.ingest(300)
+    removed = await world.shard(ingested)
+    await world.objects.delete(removed.manifest_uri)
+    await make_old(monkeypatch)
+    if renewed_before:
+        removed = await world.shard(ingested)
+        await world.objects.delete(removed.manifest_uri)
+        await make_old(monkeypatch)
+    world.days(3)
+    head = world.objects.head
+    made: list[Dataset] = []
+
+    async def interrupted(uri: str) -> ObjectInfo:
+        found = await head(uri)
+        if "/shards/" in uri and not made:
+            monkeypatch.setattr(world.objects, "head", head)
+            made.append(await world.shard(ingested))
+        return found
+
+    monkeypatch.setattr(world.objects, "head", interrupted)
+    await collect_garbage(world.bus, world.objects, world.settings)
+    await world.check(made[0])
 
 
 async def test_progress_is_published_during_the_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ What makes it safe, although blobs are shared by content across runs and uploads
    artifact in a fact names it, *and* it was last written more than ``grace`` ago. A listing is a blob, too: it stays as
    long as its checkpoint, which is rebuilt from it if the store loses the manifest.
 2. The facts and manifests are read after the blobs were listed.
-3. An upload that relies on an existing blob older than ``objects.REUSE_AGE_S`` writes it again
-   (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
+3. An upload that relies on an existing blob older than ``objects.REUSE_AGE_S`` has the store write it again under
+   another ETag (``ObjectStore.renew``), so a blob that an upload under way relies on is always younger than ``grace``.
+   A blob is deleted only while it has the ETag that it had when it was still old. So of a renewal and a deletion that
+   cross, one finds out: the upload sends the blob again, or the collection leaves it.
 4. A blob may be needed as the base of differences (xor-zstd). Manifests and staged parts name the bases too, and
    those of a checkpoint that retention removed less than ``grace`` ago stay: an upload may have begun upon them.
 5. In every case a checkpoint is verified against the store after it was staged and before it is

@@ -6,8 +6,9 @@ Why it is safe while datasets are being made:
    ago.
 2. Journals are read after the shards are listed, and manifests after the journals. So one of them names the shards of
    a dataset that is completed meanwhile.
-3. A job that reuses a shard older than ``objects.REUSE_AGE_S`` rewrites it. Before it writes the manifest, it
-   checks every shard and makes missing ones again, so no manifest names a shard that is gone.
+3. A job that reuses a shard older than ``objects.REUSE_AGE_S`` renews it under another ETag, and a shard is deleted
+   only while it has the ETag that it had when it was still old. Before the job writes the manifest, it checks every
+   shard and makes missing ones again, so no manifest names a shard that is gone.
 4. An ingestion is kept while a manifest has its fingerprint, since its index is needed to compare two datasets.
    Its packs are needed only to make datasets of it. They are deleted ``keep_packs`` after it and its dataset were made,
    unless an open job makes another.

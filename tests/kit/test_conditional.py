@@ -7,6 +7,7 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
@@ -125,6 +126,25 @@ async def test_store_that_ignores_the_condition_is_reported_once(
     uri = await put_blob(objects, s3_settings, b"content")
     await objects.delete(uri, if_match="another")
     assert not await objects.exists(uri)
+
+
+async def test_bucket_that_refuses_the_probe_is_sent_conditions_all_the_same(
+    objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = CapturingLogger()
+    monkeypatch.setattr(objects_module, "log", log)
+    uri = await put_blob(objects, s3_settings, b"content")
+    with monkeypatch.context() as patch:
+
+        async def refuse(**_: Any) -> None:
+            answer = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+            raise ClientError(answer, "PutObject")  # type: ignore[arg-type]
+
+        patch.setattr(objects._client, "put_object", refuse)
+        await objects.probe_conditional_deletes(s3_settings.bucket_models)
+    assert [call.args[0] for call in log.calls] == ["cannot find out whether the object store deletes conditionally"]
+    with pytest.raises(ObjectChanged):
+        await objects.delete(uri, if_match="another")
 
 
 def ignore_conditions(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -42,13 +43,14 @@ from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.checkpoint.app import Committer
 from services.checkpoint.garbage_collection import collect_garbage
+from services.checkpoint.ledger_store import LEDGER_KEY
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.staged_steps import StagedStepsReader
 from services.kit.bus import Bus, Message
 from services.kit.ports import free_ports
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.kit.store.objects import ObjectInfo, ObjectPage, ObjectStore
 from services.kit.store.uris import blob_key, blob_sha256, split_uri
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
@@ -71,6 +73,8 @@ class StandInStore:
         self.stored_at = datetime.now(UTC)
         self.pieces: dict[str, int] = {}
         self.objects: dict[str, bytes] = {}
+        #: All names, until something is put.
+        self._sorted: list[str] | None = None
         self.reader = self
 
     async def head(self, uri: str) -> ObjectInfo:
@@ -98,8 +102,9 @@ class StandInStore:
         if if_absent and uri in self.objects:
             raise ObjectExists(uri)
         self.objects[uri] = body
+        self._sorted = None
 
-    async def delete(self, uri: str) -> None:
+    async def delete(self, uri: str, *, if_match: str = "") -> None:
         await asyncio.sleep(0)
         self.pieces.pop(uri, None)
         self.objects.pop(uri, None)
@@ -115,8 +120,21 @@ class StandInStore:
         return blob_sha256(uri)[::-1]
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
-        for name in [name for name in (*self.pieces, *self.objects) if name.startswith(uri)]:
-            yield self._info(name)
+        async for page in self.list_pages(uri):
+            for info in page.objects:
+                yield info
+
+    async def list_pages(self, uri: str, *, by_folder: bool = False) -> AsyncIterator[ObjectPage]:
+        """One page of all below a prefix, or of its folders."""
+        if self._sorted is None:
+            self._sorted = sorted((*self.pieces, *self.objects))
+        names = self._sorted[bisect_left(self._sorted, uri) : bisect_left(self._sorted, f"{uri}\U0010ffff")]
+        if by_folder:
+            keys = (split_uri(name)[1] for name in names)
+            depth = uri.count("/") - 2
+            yield ObjectPage((), tuple(sorted({"/".join(key.split("/")[:depth]) + "/" for key in keys})))
+        else:
+            yield ObjectPage(tuple(self._info(name) for name in names if name in self.pieces or name in self.objects))
 
 
 class LaterClock:
@@ -225,7 +243,7 @@ class Trial:
         with stage("collection of all"):
             found = await collect_garbage(self.bus, self.objects, self.settings)
         assert not self.store.pieces
-        assert not self.store.objects
+        assert list(self.store.objects) == [f"s3://{self.settings.bucket_models}/{LEDGER_KEY}"]
         return {
             "gigabytes": self.gigabytes,
             "pieces": pieces,
@@ -301,7 +319,9 @@ async def open_bus(folder: Path) -> AsyncIterator[tuple[Bus, CheckpointSettings]
     """An event server of its own, and a connection to it."""
     server = NatsServer(folder / "nats", free_ports(1)[0])
     await asyncio.to_thread(server.start)
-    settings = CheckpointSettings(nats_url=server.url, log_level="error", checkpoint_scrub_bytes_per_s=1e18)
+    settings = CheckpointSettings(
+        nats_url=server.url, data_dir=folder / "data", log_level="error", checkpoint_scrub_bytes_per_s=1e18
+    )
     bus = Bus("loadtest", settings, LaterClock())
     try:
         await bus.connect()

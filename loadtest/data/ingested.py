@@ -19,7 +19,7 @@ from contracts.spec.data import DataSource
 from services.kit.sample_order import group
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.files import hash_file
-from services.kit.store.objects import ObjectInfo
+from services.kit.store.objects import ObjectInfo, ObjectPage
 from services.kit.store.uris import split_uri
 
 BUCKET = "datasets"
@@ -85,11 +85,12 @@ class FolderStore:
             raise ObjectNotFound(uri) from error
         return ObjectInfo(*split_uri(uri), found.st_size, "", datetime.fromtimestamp(found.st_mtime, UTC))
 
-    async def touch(self, uri: str) -> None:
+    async def renew(self, there: ObjectInfo) -> bool:
         try:
-            os.utime(self.path(uri))
+            os.utime(self.path(there.uri))
         except FileNotFoundError as error:
-            raise ObjectNotFound(uri) from error
+            raise ObjectNotFound(there.uri) from error
+        return True
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
         bucket, prefix = split_uri(uri)
@@ -97,6 +98,9 @@ class FolderStore:
         keys = (path.relative_to(self.root / bucket).as_posix() for path in folder.rglob("*") if path.is_file())
         for key in sorted(key for key in keys if key.startswith(prefix)):
             yield await self.head(f"s3://{bucket}/{key}")
+
+    async def list_pages(self, uri: str) -> AsyncIterator[ObjectPage]:
+        yield ObjectPage(tuple([info async for info in self.list(uri)]))
 
     async def download(self, uri: str, path: Path, **_: object) -> str:
         try:
@@ -110,7 +114,7 @@ class FolderStore:
         os.link(self.path(uri), path)
         return ""
 
-    async def delete(self, uri: str) -> None:
+    async def delete(self, uri: str, *, if_match: str = "") -> None:
         self.path(uri).unlink(missing_ok=True)
 
 

@@ -1,9 +1,11 @@
 """Scrubbing: what is committed is read back from the store, at a bounded rate, and compared with its hashes.
 
 A request is a job (``kit/jobs.py``), so that one instance at a time works on it and a kill only delays it; on a
-schedule, the first instance that finds the last scrub overdue requests one of every run. A rotten manifest is rebuilt
-from the facts that it was made of. Rotten blobs are published (``checkpoint_rotten``), nodes that still have them
-write them again (``checkpoint_repaired``), and the service checks the result.
+schedule, the first instance that finds the last scrub overdue requests one of every run. It reads the log a page at a
+time and remembers a bounded number of blobs, so its memory does not grow with what is committed.
+
+A rotten manifest is rebuilt from the facts that it was made of. Rotten blobs are published (``checkpoint_rotten``),
+nodes that still have them write them again (``checkpoint_repaired``), and the service checks the result.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import asyncio
 import hashlib
 import json
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,7 +26,6 @@ from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import (
     CheckpointCommitted,
-    CheckpointDeleted,
     CheckpointRepaired,
     CheckpointRotten,
     CheckpointStaged,
@@ -43,6 +45,7 @@ from services.checkpoint.core.commit import (
 )
 from services.checkpoint.keeper import read_deleted_uris, read_facts
 from services.checkpoint.listings import read_files_of_parts
+from services.checkpoint.scrub_progress import RunDeletions, ScrubProgress, SeenBlobs
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
@@ -105,41 +108,50 @@ class Scrubber:
             raise PoisonMessage(
                 f"run {run_id!r} has no committed checkpoint: give the id of one that `trainbus ps` lists"
             )
-        await self._jobs.submit(hashlib.sha256(received.envelope.id.encode()).hexdigest()[:32], received)
+        await self._jobs.submit(job_id(received.envelope), received)
 
     # -- scrubbing ----------------------------------------------------------
 
     async def scrub(self, received: Message[ScrubRequested]) -> None:
-        """Read back every committed checkpoint (of the run), and publish what is rotten."""
-        request, cause = received.event, received.envelope
-        pace = Pace(self._settings.checkpoint_scrub_bytes_per_s)
-        #: Blobs are shared: each is read once. True: it is intact.
-        seen: dict[str, bool] = {}
-        count = 0
-        for commit in await self._list_commits(request.run_id):
-            await self._scrub_one(commit, request.repair, pace, seen, cause)
-            count += 1
-        metrics.SCRUBS.labels("done").inc()
-        log.info("scrubbed", checkpoints=count, blobs=len(seen), rotten=sum(not right for right in seen.values()))
+        """Read back every committed checkpoint (of the run), and publish what is rotten.
 
-    async def _list_commits(self, run_id: str | None) -> list[CheckpointCommitted]:
-        run = run_id or subjects.WILDCARD
-        found: dict[str, CheckpointCommitted] = {}
-        filters = (
-            subjects.fact("run", run, CheckpointCommitted.fact),
-            subjects.fact("run", run, CheckpointDeleted.fact),
-        )
-        async for batch in self._bus.follow(topology.FACTS.name, filters, until_caught_up=True):
-            for received in batch:
-                match received.event:
-                    case CheckpointCommitted() as commit:
-                        found[commit.checkpoint.uri] = commit
-                    case CheckpointDeleted(uri=uri):
-                        found.pop(uri, None)
-        return list(found.values())
+        After a kill it goes on behind the last checkpoint that was read. Those committed since it began are left out.
+        """
+        request, cause = received.event, received.envelope
+        subject = subjects.fact("run", request.run_id or subjects.WILDCARD, CheckpointCommitted.fact)
+        pace, seen, count = Pace(self._settings.checkpoint_scrub_bytes_per_s), SeenBlobs(), 0
+        progress = await ScrubProgress.open(self._bus, job_id(cause), await self._bus.get_last_sequence(subject))
+        deletions = RunDeletions(self._bus)
+        async for message in self._list_commits(subject, progress):
+            commit: CheckpointCommitted = message.event
+            if not await deletions.has(commit):
+                await self._scrub_one(commit, request.repair, pace, seen, cause)
+                count += 1
+            await progress.save(message.sequence)
+        await progress.remove()
+        metrics.SCRUBS.labels("done").inc()
+        log.info("scrubbed", checkpoints=count, blobs=seen.count, rotten=seen.rotten)
+
+    async def _list_commits(self, subject: str, progress: ScrubProgress) -> AsyncIterator[Message[Any]]:
+        """Iterate over commits in the order of the log.
+
+        Each page has a reader of its own: no reader stays open for the hours that reading a page's checkpoints takes.
+        """
+        position = progress.done
+        while page := await self._read_page(subject, position + 1, progress.until):
+            for message in page:
+                yield message
+            position = page[-1].sequence
+
+    async def _read_page(self, subject: str, start: int, until: int) -> list[Message[Any]]:
+        followed = self._bus.follow(topology.FACTS.name, (subject,), start, until_caught_up=True)
+        async with aclosing(followed) as batches:
+            async for batch in batches:
+                return [message for message in batch if message.sequence <= until]
+        return []
 
     async def _scrub_one(
-        self, commit: CheckpointCommitted, repair: bool, pace: Pace, seen: dict[str, bool], cause: Envelope
+        self, commit: CheckpointCommitted, repair: bool, pace: Pace, seen: SeenBlobs, cause: Envelope
     ) -> None:
         uri = commit.checkpoint.uri
         manifest = await self._read_manifest(commit)
@@ -168,11 +180,13 @@ class Scrubber:
         rotten = []
         blobs = await asyncio.to_thread(lambda: blobs_of_files(files_of(manifest)))
         for blob in sorted(blobs, key=lambda blob: blob.uri):
-            if blob.uri not in seen:
-                seen[blob.uri] = await self._is_intact(blob.uri)
+            is_intact = seen.find(blob.sha256)
+            if is_intact is None:
+                is_intact = await self._is_intact(blob.uri)
+                seen.add(blob.sha256, is_intact)
                 metrics.SCRUBBED_BYTES.inc(blob.size_bytes)
                 await pace.after(blob.size_bytes)
-            if not seen[blob.uri]:
+            if not is_intact:
                 rotten.append(blob.uri)
         if rotten and not await self._is_deleted(commit):
             await self._publish_rotten(commit, tuple(rotten), repair, found_at, cause)
@@ -315,8 +329,14 @@ class Scrubber:
         await self._bus.publish_event(request, request.subject, envelope)
 
     async def _give_up(self, received: Message[Any], reason: str) -> None:
+        await (await ScrubProgress.open(self._bus, job_id(received.envelope), 0)).remove()
         metrics.SCRUBS.labels("failed").inc()
         log.error("scrub given up", run_id=received.event.run_id, reason=reason)
+
+
+def job_id(request: Envelope) -> str:
+    """Return the id of the job that a request is."""
+    return hashlib.sha256(request.id.encode()).hexdigest()[:32]
 
 
 def _time(value: bytes | None) -> datetime:

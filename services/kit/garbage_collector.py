@@ -38,6 +38,8 @@ class GarbageCollector(Generic[S, T]):
     #: Raises ``ValueError`` if it cannot decide what is garbage.
     collect: Callable[[Bus, ObjectStore, S], Awaitable[T]]
     summary: Callable[[T], str]
+    #: The bucket that it collects in.
+    bucket: Callable[[S], str]
 
     async def run_exclusive(self, bus: Bus, objects: ObjectStore, settings: S) -> T | None:
         """Collect under the lease; return None if another instance is collecting.
@@ -51,7 +53,7 @@ class GarbageCollector(Generic[S, T]):
         if not await lease.try_acquire():
             return None
         renewal = asyncio.create_task(lease.renew_until_lost())
-        work = asyncio.ensure_future(self.collect(bus, objects, settings))
+        work = asyncio.ensure_future(self._collect(bus, objects, settings))
         try:
             await asyncio.wait({renewal, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -62,6 +64,10 @@ class GarbageCollector(Generic[S, T]):
         finally:
             await cancel_and_wait(renewal, work)
             await lease.release()
+
+    async def _collect(self, bus: Bus, objects: ObjectStore, settings: S) -> T:
+        await objects.probe_conditional_deletes(self.bucket(settings))
+        return await self.collect(bus, objects, settings)
 
     async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
         """Collect every ``every_s`` until cancelled. A failure is logged, counted and tried again."""

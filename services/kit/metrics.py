@@ -62,6 +62,10 @@ LOOP_LAG_SECONDS = Histogram(
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
 OBJECT_STORE_UP = Gauge("trainbus_object_store_up", "1 while the object store answers this service.")
+CONDITIONAL_DELETES = Gauge(
+    "trainbus_object_store_conditional_deletes",
+    "1 if the object store deletes only the version that is named (If-Match); 0 if it ignores that, or was not asked.",
+)
 OBJECT_BYTES = counter(
     "trainbus_object_bytes_total", "Bytes moved to and from the object store.", direction=("up", "down")
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import structlog
 from pydantic_core import from_json
@@ -14,13 +14,16 @@ from contracts import topology
 from contracts.datasets import Manifest
 from contracts.events.dataset import ShardFile
 from services.kit.bus import Bus
-from services.kit.concurrency import gather_limited
+from services.kit.concurrency import run_ahead, run_in_thread
 from services.kit.garbage_collector import GarbageCollector
+from services.kit.hash_partitions import HashPartitions
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore
+from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.kit.sweep import delete_unchanged, sweep_unnamed
+from services.kit.workdir import Workdir
 from services.sharding import metrics
 from services.sharding.core import garbage
-from services.sharding.core.garbage import INGESTION_KEY, StoredObject
+from services.sharding.core.garbage import INGESTION_KEY, NamedIngestions, StoredObject
 from services.sharding.settings import ShardingSettings
 
 log = structlog.get_logger(__name__)
@@ -42,57 +45,93 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
     """Remove objects without a reference. It is safe while datasets are being made: see ``core/garbage.py``.
 
     Raises:
-        ValueError: a manifest cannot be read, so its references are unknown; nothing was deleted.
+        ValueError: a manifest cannot be read, so its references are unknown, or the disk is full; nothing was deleted.
     """
-    root = f"s3://{settings.bucket_datasets}/"
-    grace, keep_packs = (timedelta(seconds=s) for s in (settings.dataset_gc_grace_s, settings.dataset_keep_packs_s))
-    # Keep this order: a journal or a manifest then shows each shard that is named after the listing.
-    shards = [stored async for stored in _list_stored(objects, f"{root}shards/")]
-    ingestions: dict[str, list[StoredObject]] = defaultdict(list)
-    async for stored in _list_stored(objects, f"{root}ingestions/"):
-        if match := INGESTION_KEY.match(stored.key):
-            ingestions[match["fingerprint"]].append(stored)
-    now = bus.clock.now()
-    young = [s for found in ingestions.values() for s in found if garbage.is_young_journal(s, now, grace)]
-    journals = await gather_limited((_journal(objects, s) for s in young), limit=PARALLEL_READS)
-    working = await _list_open_jobs(bus)
-    manifests = await _manifests(objects, f"{root}datasets/")
-    named = garbage.collect_names(manifests, journals, working)
-    doomed = garbage.garbage_shards(shards, named, now, grace)
-    gone = [await _delete(objects, shard, "shard") for shard in doomed]
-    freed = [size_bytes for size_bytes in gone if size_bytes is not None]
-    removed: list[int] = []
-    for fingerprint, found in ingestions.items():
-        for stored in garbage.garbage_of_ingestion(found, fingerprint, named, now, grace, keep_packs):
-            size_bytes = await _delete(objects, stored, "ingestion")
-            if size_bytes is not None:
-                removed.append(size_bytes)
+    await objects.ensure_bucket(settings.bucket_datasets)
+    async with Workdir(settings.data_dir / "sharding") as workdir:
+        with workdir.temporary("garbage-") as folder:
+            return await _Collection(bus, objects, settings, HashPartitions(Path(folder))).run()
+
+
+class _Collection:
+    """One collection. Names of shards are in files, and objects of one ingestion at a time in memory."""
+
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: ShardingSettings, names: HashPartitions) -> None:
+        self._bus, self._objects, self._names = bus, objects, names
+        self._root = f"s3://{settings.bucket_datasets}/"
+        self._grace = timedelta(seconds=settings.dataset_gc_grace_s)
+        self._keep_packs = timedelta(seconds=settings.dataset_keep_packs_s)
+        self._now = bus.clock.now()
+        self._freed_bytes = 0
+
+    async def run(self) -> GarbageSummary:
+        # Keep this order: a journal or a manifest then shows each shard of a dataset that is completed meanwhile.
+        await self._add_journals()
+        working = await _list_open_jobs(self._bus)
+        named = NamedIngestions(frozenset(working | await self._add_manifests()), frozenset(working))
+        cutoff = self._now - self._grace
+        shards = await sweep_unnamed(self._objects, f"{self._root}shards/", self._names, cutoff, self._count_shard)
+        removed = 0
+        async for ingestion in self._list_ingestions():
+            removed += await self._remove_from_ingestion(ingestion, named)
+        log.info("garbage collected", shards=shards.deleted, ingestion_objects=removed, freed_bytes=self._freed_bytes)
+        return GarbageSummary(shards.deleted, removed, self._freed_bytes, shards.listed - shards.deleted)
+
+    async def _add_journals(self) -> None:
+        """Name the shards in the journals of jobs that are under way."""
+        young = [
+            stored
+            async for stored in _list_stored(self._objects, f"{self._root}ingestions/")
+            if garbage.is_young_journal(stored, self._now, self._grace)
+        ]
+        async for journal in run_ahead((_journal(self._objects, each) for each in young), limit=PARALLEL_READS):
+            await run_in_thread(self._names.add, garbage.hashes_of_journal(journal))
+
+    async def _add_manifests(self) -> set[str]:
+        """Name the shards in manifests; return the fingerprints of their ingestions."""
+        uri, fingerprints = f"{self._root}datasets/", set[str]()
+        listed = [each async for each in _list_stored(self._objects, uri) if each.key.endswith("/manifest.json")]
+        async for manifest in run_ahead((_manifest(self._objects, each) for each in listed), limit=PARALLEL_READS):
+            if manifest is not None:
+                fingerprints.add(manifest.fingerprint)
+                await run_in_thread(self._names.add, garbage.hashes_of_manifest(manifest))
+        return fingerprints
+
+    async def _list_ingestions(self) -> AsyncIterator[list[StoredObject]]:
+        """Iterate over the objects of each ingestion: they are listed in the order of fingerprints."""
+        found: list[StoredObject] = []
+        async for stored in _list_stored(self._objects, f"{self._root}ingestions/"):
+            if not INGESTION_KEY.match(stored.key):
+                continue
+            if found and stored.fingerprint != found[0].fingerprint:
+                yield found
+                found = []
+            found.append(stored)
+        if found:
+            yield found
+
+    async def _remove_from_ingestion(self, ingestion: list[StoredObject], named: NamedIngestions) -> int:
+        removed = 0
+        for stored in garbage.garbage_of_ingestion(ingestion, named, self._now, self._grace, self._keep_packs):
+            if await delete_unchanged(self._objects, stored.uri, stored.modified_at):
+                removed += 1
+                self._count("ingestion", stored.size_bytes)
             elif stored.key.endswith(garbage.DONE):
                 break  # another job uses the ingestion again
-    freed_bytes = sum(freed) + sum(removed)
-    log.info("garbage collected", shards=len(freed), ingestion_objects=len(removed), freed_bytes=freed_bytes)
-    return GarbageSummary(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
+        return removed
 
+    def _count_shard(self, shard: ObjectInfo) -> None:
+        self._count("shard", shard.size_bytes)
 
-async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int | None:
-    """Delete an object and return its bytes; None if it is gone, or if a job has rewritten it to reuse it."""
-    try:
-        if (await objects.head(stored.uri)).modified_at != stored.modified_at:
-            return None
-    except ObjectNotFound:
-        return None
-    await objects.delete(stored.uri)
-    metrics.GC_DELETED.labels(kind).inc()
-    metrics.GC_FREED_BYTES.inc(stored.size_bytes)
-    return stored.size_bytes
+    def _count(self, kind: str, size_bytes: int) -> None:
+        self._freed_bytes += size_bytes
+        metrics.GC_DELETED.labels(kind).inc()
+        metrics.GC_FREED_BYTES.inc(size_bytes)
 
 
 async def _list_stored(objects: ObjectStore, uri: str) -> AsyncIterator[StoredObject]:
-    try:
-        async for info in objects.list(uri):
-            yield StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
-    except ObjectNotFound:
-        return  # there is no bucket yet
+    async for info in objects.list(uri):
+        yield StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
 async def _journal(objects: ObjectStore, stored: StoredObject) -> dict[str, ShardFile]:
@@ -102,12 +141,6 @@ async def _journal(objects: ObjectStore, stored: StoredObject) -> dict[str, Shar
         return {}  # the dataset was completed: its manifest is read after this
     except ValueError as error:
         raise ValueError(f"{stored.uri}: {error}; remove it, nothing was collected") from error
-
-
-async def _manifests(objects: ObjectStore, uri: str) -> list[Manifest]:
-    listed = [s async for s in _list_stored(objects, uri) if s.key.endswith("/manifest.json")]
-    found = await gather_limited((_manifest(objects, s) for s in listed), limit=PARALLEL_READS)
-    return [manifest for manifest in found if manifest is not None]
 
 
 async def _manifest(objects: ObjectStore, stored: StoredObject) -> Manifest | None:
@@ -142,4 +175,8 @@ def _summary(found: GarbageSummary) -> str:
     )
 
 
-GARBAGE = GarbageCollector("dataset-gc", metrics.GC_RUNS, collect_garbage, _summary)
+def _bucket(settings: ShardingSettings) -> str:
+    return settings.bucket_datasets
+
+
+GARBAGE = GarbageCollector("dataset-gc", metrics.GC_RUNS, collect_garbage, _summary, _bucket)

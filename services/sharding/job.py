@@ -21,7 +21,7 @@ from contracts.events.dataset import DatasetIngested, ShardFile
 from services.kit.bus import PoisonMessage, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.progress import Progress
-from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young
 from services.sharding import metrics
 from services.sharding.core.manifest import FLAT, build_manifest, journal_name, link_name
@@ -183,14 +183,15 @@ class ShardingJob:
         return all([await self._has(*part) for part in _parts(file)])
 
     async def _has(self, sha256: str, size_bytes: int) -> bool:
-        uri = shard_uri(self._bucket, sha256)
         try:
-            there = await self._objects.head(uri)
-            if there.size_bytes == size_bytes and not is_young(there.modified_at):
-                await self._objects.touch(uri)
+            there = await self._objects.head(shard_uri(self._bucket, sha256))
+            if there.size_bytes != size_bytes or is_young(there.modified_at):
+                return there.size_bytes == size_bytes
+            return await self._objects.renew(there)
+        except ObjectChanged:
+            return await self._has(sha256, size_bytes)
         except ObjectNotFound:
             return False
-        return there.size_bytes == size_bytes
 
     async def _create_shard(self, shard: PlannedShard) -> ShardFile:
         """Write the shard and upload it.
@@ -234,11 +235,13 @@ class ShardingJob:
             await self._objects.put_file(path, uri, sha256=sha256, if_absent=True)
             metrics.SHARD_BYTES.labels("sent").inc(path.stat().st_size)
         except ObjectExists:
-            if (await self._objects.head(uri)).size_bytes == path.stat().st_size:
+            there = await self._objects.head(uri)
+            if there.size_bytes == path.stat().st_size and is_young(there.modified_at):
                 log.info("another instance was faster with the same shard", sha256=sha256)
-            else:
+                return
+            if there.size_bytes != path.stat().st_size:
                 log.warning("an object does not match its name, replacing it", uri=uri)
-                await self._objects.put_file(path, uri, sha256=sha256)
+            await self._objects.put_file(path, uri, sha256=sha256)
 
     async def _write(self, shard: PlannedShard, path: Path, index_path: Path) -> ShardFile:
         encoder, flat = self._plan.encoder, self._plan.flat

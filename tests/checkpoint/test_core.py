@@ -19,7 +19,8 @@ from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
-from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
+from services.checkpoint.core.garbage import StoredManifest, blobs_of, orphan_manifests
+from services.checkpoint.core.ledger import Ledger
 from services.checkpoint.core.retention import Holds, judged_uris, pinned_uris, plan
 from services.kit import chunks
 from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged, tuned
@@ -265,20 +266,23 @@ def test_differences_of_two_states_are_named() -> None:
     ]
 
 
-def stored(uri: str, age_days: float) -> StoredBlob:
-    return StoredBlob(uri, uri.split("/", 3)[3], 1, NOW - timedelta(days=age_days))
+def stored(uri: str, age_days: float) -> StoredManifest:
+    return StoredManifest(uri, uri.split("/", 3)[3], NOW - timedelta(days=age_days))
+
+
+def fold(facts: list[tuple[Any, float]]) -> Ledger:
+    """Return the ledger of facts with their ages in days."""
+    ledger = Ledger()
+    for sequence, (fact, age_days) in enumerate(facts, 1):
+        ledger.apply(fact, NOW - timedelta(days=age_days), sequence)
+    return ledger
 
 
 def removed(step: int) -> CheckpointDeleted:
     return CheckpointDeleted(run_id=RUN, uri=committed(step).checkpoint.uri, step=step, reason="")
 
 
-def blobs(part: CheckpointStaged) -> set[str]:
-    return {uri for file in part.files for uri in file.uris}
-
-
 GARBAGE: dict[str, tuple[list[Any], bool]] = {
-    "named by nothing": ([], True),
     "staged, may be committed yet": ([(placed(), 9), (staged(B, "a"), 9)], False),
     "staged before we know of the placement": ([(staged(B, "a"), 9)], False),
     "zombie's, long ago": ([(placed(), 9), (staged(B, "a"), 9), (placed(2), 8)], True),
@@ -303,35 +307,26 @@ GARBAGE: dict[str, tuple[list[Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", GARBAGE)
-def test_garbage_is_what_nothing_names(case: str) -> None:
+def test_garbage_is_what_no_facts_need(case: str) -> None:
     facts, is_garbage = GARBAGE[case]
-    ledger = Ledger()
-    for fact, age_days in facts:
-        ledger.apply(fact, NOW - timedelta(days=age_days))
-    uris = sorted(blobs(staged(B, "a")))
-    old = [stored(uri, 10) for uri in uris]
-    assert [blob.uri for blob in select_garbage(old, set(), ledger, NOW, GRACE)] == (uris if is_garbage else [])
-    # With any facts a manifest's blobs stay, and young ones stay.
-    assert select_garbage(old, set(uris), ledger, NOW, GRACE) == []
-    assert select_garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
+    places = [sequence for sequence, (fact, _) in enumerate(facts, 1) if isinstance(fact, CheckpointStaged)]
+    pending = [sequence for parts in fold(facts).pending(NOW - GRACE) for sequence in parts.sequences]
+    assert pending == ([] if is_garbage else places)
 
 
 def test_a_manifest_that_a_run_begins_with_stays_until_that_run_is_over() -> None:
-    ledger, uri = Ledger(), committed(30).checkpoint.uri
-    for fact in (placed(1), committed(30), tuned(uri), removed(30)):
-        ledger.apply(fact, NOW)
+    uri = committed(30).checkpoint.uri
+    facts: list[tuple[Any, float]] = [(fact, 9) for fact in (placed(1), committed(30), tuned(uri), removed(30))]
     manifests = [stored(uri, 9)]
-    assert orphan_manifests(manifests, ledger, NOW, GRACE) == []
-    ledger.apply(RunFailed(run_id="rtuned", reason="it is over"), NOW)
-    assert orphan_manifests(manifests, ledger, NOW, GRACE) == manifests
+    assert orphan_manifests(manifests, fold(facts), NOW - GRACE) == []
+    facts.append((RunFailed(run_id="rtuned", reason="it is over"), 9))
+    assert orphan_manifests(manifests, fold(facts), NOW - GRACE) == manifests
 
 
 def test_orphan_manifests_are_the_deleted_and_the_superseded_only() -> None:
-    ledger = Ledger()
     deleted = committed(30).checkpoint.uri
     facts = (placed(1), committed(10), committed(30), placed(2), removed(30))
-    for fact in facts:
-        ledger.apply(fact, NOW)
+    ledger = fold([(fact, 0) for fact in facts])
     ages = {
         committed(10).checkpoint.uri: 9,  # committed
         committed(20).checkpoint.uri: 9,  # of generation 1, never committed
@@ -340,7 +335,7 @@ def test_orphan_manifests_are_the_deleted_and_the_superseded_only() -> None:
         committed(20, generation=2).checkpoint.uri: 9,  # may be committed yet
         committed(20, run="runknown").checkpoint.uri: 9,
     }
-    found = orphan_manifests([stored(uri, age) for uri, age in ages.items()], ledger, NOW, GRACE)
+    found = orphan_manifests([stored(uri, age) for uri, age in ages.items()], ledger, NOW - GRACE)
     assert {each.uri for each in found} == {committed(20).checkpoint.uri, deleted}
 
 

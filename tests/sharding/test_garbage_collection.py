@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contracts import topology
 from contracts.datasets import SPLITS, Manifest, SplitFiles, canonical_json, ingestion_uri, shard_uri, split_config_hash
@@ -27,13 +25,15 @@ from services.kit.bus import Bus, TransientError
 from services.kit.progress import Progress
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.objects import ObjectStore
+from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.sharding import job as job_module
 from services.sharding.core import garbage
-from services.sharding.core.garbage import NamedObjects, StoredObject
+from services.sharding.core.garbage import NamedIngestions, StoredObject
 from services.sharding.core.manifest import journal_name
 from services.sharding.garbage_collection import GARBAGE, collect_garbage
 from services.sharding.job import Dataset, ShardingJob
 from services.sharding.settings import ShardingSettings
+from tests.kit.support import until
 from tests.manual_clock import ManualClock
 from tests.sharding.test_job import images
 
@@ -71,28 +71,9 @@ def manifest(*files: ShardFile, fingerprint: str = A) -> Manifest:
     )
 
 
-HASHES = st.lists(st.integers(0, 30), unique=True, max_size=8).map(lambda numbers: [f"{n:064x}" for n in numbers])
-
-
-@given(HASHES, HASHES, HASHES, st.lists(st.integers(0, 200), min_size=31, max_size=31))
-def test_only_old_unreferenced_shards_are_garbage(
-    manifests: list[str], journals: list[str], indexes: list[str], ages: list[int]
-) -> None:
-    named = garbage.collect_names(
-        [manifest(*(file(sha256, A) for sha256 in manifests)), manifest(*(file(A, sha256) for sha256 in indexes))],
-        [{sha256: file(sha256, A)} for sha256 in journals],
-        [],
-    )
-    there = [stored(f"shards/00/{n:064x}", timedelta(hours=age)) for n, age in enumerate(ages)]
-    gone = {shard.key[-64:] for shard in garbage.garbage_shards(there, named, NOW, GRACE)}
-    assert gone == {
-        f"{n:064x}" for n, age in enumerate(ages) if age > 48 and f"{n:064x}" not in {*manifests, *journals, *indexes}
-    }
-
-
-def test_objects_not_under_their_hash_are_never_garbage() -> None:
-    there = [stored(key, timedelta(days=99)) for key in ("shards/readme.txt", f"shards/{A}", f"other/aa/{A}")]
-    assert garbage.garbage_shards(there, NamedObjects(frozenset(), frozenset()), NOW, GRACE) == []
+def test_manifests_and_journals_name_shards_and_their_indexes() -> None:
+    assert list(garbage.hashes_of_manifest(manifest(file(A, B), file(B, A)))) == [A, B, B, A]
+    assert list(garbage.hashes_of_journal({"train/0": file(A, B)})) == [A, B]
 
 
 INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "statistics.json", f"dataset-{A[:16]}.json")
@@ -110,23 +91,23 @@ INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "stat
 )
 def test_the_garbage_of_an_ingestion(age: timedelta, named: bool, gone: tuple[str, ...]) -> None:
     there = [stored(f"ingestions/{A}/{name}", age) for name in INGESTION]
-    needed = NamedObjects(frozenset(), frozenset({A} if named else {B}))
-    found = garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP)
+    needed = NamedIngestions(frozenset({A} if named else {B}))
+    found = garbage.garbage_of_ingestion(there, needed, NOW, GRACE, KEEP)
     assert tuple(s.key.rpartition("/")[2] for s in found) == gone
 
 
 def test_the_packs_that_a_job_needs_stay() -> None:
     there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION]
-    needed = garbage.collect_names([manifest()], [], [A])
-    assert garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP) == []
+    needed = NamedIngestions(frozenset({A}), frozenset({A}))
+    assert garbage.garbage_of_ingestion(there, needed, NOW, GRACE, KEEP) == []
 
 
 def test_an_ingestion_that_is_continued_or_reused_stays() -> None:
     there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION[1:]]
     young = stored(f"ingestions/{A}/pack-00001", timedelta(hours=1))
-    nothing = NamedObjects(frozenset(), frozenset())
-    assert garbage.garbage_of_ingestion([*there, young], A, nothing, NOW, GRACE, KEEP) == []
-    assert len(garbage.garbage_of_ingestion(there, A, nothing, NOW, GRACE, KEEP)) == len(there)
+    nothing = NamedIngestions(frozenset())
+    assert garbage.garbage_of_ingestion([*there, young], nothing, NOW, GRACE, KEEP) == []
+    assert len(garbage.garbage_of_ingestion(there, nothing, NOW, GRACE, KEEP)) == len(there)
 
 
 def test_an_old_journal_is_garbage_and_a_young_one_is_a_reference() -> None:
@@ -135,9 +116,9 @@ def test_an_old_journal_is_garbage_and_a_young_one_is_a_reference() -> None:
     assert not garbage.is_young_journal(old, NOW, GRACE)
     assert garbage.is_young_journal(young, NOW, GRACE)
     done = stored(f"ingestions/{A}/done.json", timedelta(hours=49))
-    needed = NamedObjects(frozenset(), frozenset({A}))
-    assert garbage.garbage_of_ingestion([done, old], A, needed, NOW, GRACE, KEEP) == [old]
-    assert garbage.garbage_of_ingestion([done, young], A, needed, NOW, GRACE, KEEP) == []
+    needed = NamedIngestions(frozenset({A}))
+    assert garbage.garbage_of_ingestion([done, old], needed, NOW, GRACE, KEEP) == [old]
+    assert garbage.garbage_of_ingestion([done, young], needed, NOW, GRACE, KEEP) == []
 
 
 # -- the store ---------------------------------------------------------------------------
@@ -312,13 +293,13 @@ async def test_a_collection_during_a_job_damages_no_dataset(
 
 
 async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_path: Path) -> None:
-    """The store verifies the hash, keeps an existing object, and a touched object is unchanged."""
+    """The store verifies the hash, keeps an existing object, and a renewed object is unchanged."""
     path, content = tmp_path / "shard", b"abc" * 100_000
     path.write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
     uri = shard_uri(world.bucket, sha256)
     await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
-    before = (await world.objects.head(uri)).modified_at
+    before = await world.objects.head(uri)
     with pytest.raises(ObjectExists):
         await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
     path.write_bytes(content[:-1] + b"x")
@@ -327,13 +308,49 @@ async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_pa
             await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
     with pytest.raises(ObjectNotFound):
         await world.objects.head(shard_uri(world.bucket, A))
-    while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store reports whole seconds
+    while int(before.modified_at.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store reports whole seconds
         await asyncio.sleep(0.05)
-    await world.objects.touch(uri)
-    assert (await world.objects.head(uri)).modified_at > before
+    assert await world.objects.renew(before)
+    assert (await world.objects.head(uri)).modified_at > before.modified_at
     assert await world.objects.get(uri) == content
-    with pytest.raises(ObjectNotFound):
-        await world.objects.touch(shard_uri(world.bucket, B))
+
+
+async def make_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have jobs take for old what the store has now, and nothing that is written from here on."""
+    now = int(time.time()) + 1
+    await until(lambda: time.time() >= now, "the store's next second")
+    monkeypatch.setattr(job_module, "is_young", lambda written_at: written_at.timestamp() >= now)
+
+
+@pytest.mark.parametrize("renewed_before", [False, True])
+async def test_a_shard_that_is_renewed_between_the_look_and_the_delete_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch, renewed_before: bool
+) -> None:
+    ingested = await world.ingest(300)
+    removed = await world.shard(ingested)
+    await world.objects.delete(removed.manifest_uri)
+    await make_old(monkeypatch)
+    if renewed_before:
+        removed = await world.shard(ingested)
+        await world.objects.delete(removed.manifest_uri)
+        await make_old(monkeypatch)
+    world.days(3)
+    head = world.objects.head
+    looked_at: list[str] = []
+
+    async def interrupted(uri: str) -> ObjectInfo:
+        found = await head(uri)
+        if "/shards/" in uri and not looked_at:
+            looked_at.append(uri)
+            monkeypatch.setattr(world.objects, "head", head)
+            await world.shard(ingested)
+        return found
+
+    monkeypatch.setattr(world.objects, "head", interrupted)
+    found = await collect_garbage(world.bus, world.objects, world.settings)
+    # What is listed later is three days old by the collection's clock, and goes.
+    assert await world.objects.hash(looked_at[0]) == looked_at[0][-64:]
+    assert found.kept_shards == 1
 
 
 async def test_progress_is_published_during_the_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

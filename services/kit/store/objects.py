@@ -25,8 +25,9 @@ import structlog
 from services.kit import metrics
 from services.kit.messages import TransientError
 from services.kit.settings import Settings
+from services.kit.store.conditional import copy_onto_itself, vouched_sha256
 from services.kit.store.credentials import aws_session
-from services.kit.store.errors import ObjectCorrupted, ObjectExists, ObjectNotFound
+from services.kit.store.errors import ObjectChanged, ObjectCorrupted, ObjectExists, ObjectNotFound
 from services.kit.store.files import FileSink, Hasher
 from services.kit.store.reader import PATIENCE_S, ObjectReader
 from services.kit.store.uris import blob_sha256, split_uri
@@ -34,9 +35,11 @@ from services.kit.store.uris import blob_sha256, split_uri
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-#: Age above which an upload rewrites an existing blob. Garbage collection spares young blobs, so it never removes one
+#: Age above which an upload renews an existing blob. Garbage collection spares young blobs, so it never removes one
 #: that an upload has just reused.
 REUSE_AGE_S = 6 * 3600.0
+#: What ``probe_conditional_deletes`` writes and deletes.
+PROBE_KEY = ".probe/conditional-delete"
 #: How often a store that nobody uses is asked whether it answers, and how long that may take.
 PROBE_EVERY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
@@ -73,7 +76,7 @@ class ObjectPage:
 
 
 def is_young(written_at: datetime) -> bool:
-    """Whether an upload may reuse a blob without rewriting it."""
+    """Whether an upload may reuse a blob without renewing it."""
     return datetime.now(UTC) - written_at < timedelta(seconds=REUSE_AGE_S)
 
 
@@ -97,6 +100,8 @@ class ObjectStore:
         self.reader = ObjectReader(settings, patience_s=patience_s)
         #: Whether it has answered lately, as far as ``watch`` knows.
         self.answers = True
+        #: Whether ``delete`` heeds ``if_match``; None: not probed.
+        self.deletes_conditionally: bool | None = None
 
     async def __aenter__(self) -> Self:
         from botocore.config import Config
@@ -171,9 +176,7 @@ class ObjectStore:
         bucket, key = split_uri(uri)
         call = partial(self._client.head_object, Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         answer = await self._retry(call, uri)
-        # Of an object in parts it is a hash of hashes, with their number behind a dash.
-        kept = answer.get("ChecksumSHA256", "")
-        sha256 = base64.b64decode(kept).hex() if kept and "-" not in kept else ""
+        sha256 = vouched_sha256(answer.get("ChecksumSHA256", ""), blob_sha256(uri))
         etag = answer["ETag"].strip('"')
         return ObjectInfo(bucket, key, answer["ContentLength"], etag, answer["LastModified"], sha256)
 
@@ -184,18 +187,67 @@ class ObjectStore:
             return False
         return True
 
-    async def delete(self, uri: str) -> None:
-        """Delete the object; succeed if it does not exist."""
+    async def delete(self, uri: str, *, if_match: str = "") -> None:
+        """Delete the object; succeed if it does not exist.
+
+        Args:
+            if_match: the ETag that it must have. Some stores ignore it: see ``probe_conditional_deletes``.
+
+        Raises:
+            ObjectChanged: it has another ETag, or, by some stores, does not exist.
+        """
         bucket, key = split_uri(uri)
-        await self._retry(lambda: self._client.delete_object(Bucket=bucket, Key=key), uri)
+        extra = {"IfMatch": f'"{if_match}"'} if if_match and self.deletes_conditionally is not False else {}
+        try:
+            await self._retry(lambda: self._client.delete_object(Bucket=bucket, Key=key, **extra), uri)
+        except ObjectExists as error:
+            raise ObjectChanged(f"{uri} was written again") from error
+        except ObjectNotFound:
+            if not extra:
+                raise
+
+    async def probe_conditional_deletes(self, bucket: str) -> None:
+        """Find out, once, whether the store heeds ``if_match``, by an object of its own; set the gauge."""
+        from botocore.exceptions import ClientError
+
+        if self.deletes_conditionally is not None:
+            return
+        uri = f"s3://{bucket}/{PROBE_KEY}"
+        try:
+            await self.put(uri, b"deleted only if its ETag is the one that is named")
+        except ClientError as error:  # the policy of the bucket, perhaps: conditions are sent all the same
+            log.warning("cannot find out whether the object store deletes conditionally", object=uri, error=str(error))
+            return
+        problem = "it deletes the object whatever its ETag is"
+        try:
+            await self.delete(uri, if_match=hashlib.md5(b"another", usedforsecurity=False).hexdigest())
+            honours = False
+        except ObjectChanged:
+            honours = True
+        except ClientError as error:
+            honours, problem = False, str(error)
+        self.deletes_conditionally = honours
+        metrics.CONDITIONAL_DELETES.set(honours)
+        await self.delete(uri)
+        if not honours:
+            log.warning(
+                "the object store ignores If-Match when it deletes: a blob that an upload renews while garbage "
+                "collection deletes it is lost, and its checkpoint with it",
+                problem=problem,
+            )
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
-        """Iterate over every object under a prefix, in the order of keys, a page at a time."""
-        cursor = ""
-        while True:
-            page = await self.list_page(uri, cursor=cursor)
+        """Iterate over every object under a prefix, in the order of keys."""
+        async for page in self.list_pages(uri):
             for info in page.objects:
                 yield info
+
+    async def list_pages(self, uri: str, *, by_folder: bool = False) -> AsyncIterator[ObjectPage]:
+        """Iterate over every page of a listing; see ``list_page``."""
+        cursor = ""
+        while True:
+            page = await self.list_page(uri, cursor=cursor, by_folder=by_folder)
+            yield page
             cursor = page.next_cursor
             if not cursor:
                 return
@@ -266,12 +318,21 @@ class ObjectStore:
         """Return what ``send`` gets from the client of S3; repeated while the store is away, errors translated."""
         return await self._retry(lambda: send(self._client), what)
 
-    async def touch(self, uri: str) -> None:
-        """Renew the object's time: the store copies it onto itself; raises ``ObjectNotFound``."""
-        bucket, key = split_uri(uri)
-        source = {"Bucket": bucket, "Key": key}
-        call = partial(self._client.copy_object, Bucket=bucket, Key=key, CopySource=source, MetadataDirective="REPLACE")
-        await self._retry(call, uri)
+    async def renew(self, there: ObjectInfo) -> bool:
+        """Have the store write an object again under another ETag, so that no delete of the old one takes it away.
+
+        No byte is sent. Return False if it is too small for other parts than it has: it must be sent again, which gives
+        it a plain ETag. So of a small object every other renewal sends the bytes.
+
+        Raises:
+            ObjectNotFound: it is gone.
+            ObjectChanged: it is not the version that was looked at: look again.
+        """
+        try:
+            etag = await copy_onto_itself(self.call, there.bucket, there.key, there.size_bytes, there.etag)
+        except ObjectExists as error:
+            raise ObjectChanged(f"{there.uri} was written again") from error
+        return etag != there.etag
 
     async def download(
         self, uri: str, path: Path, *, sha256: str | None = None, etag: str = "", size_bytes: int | None = None
@@ -343,7 +404,7 @@ class ObjectStore:
                     raise ObjectExists(what) from error
                 if code in CORRUPTED_CODES:
                     raise TransientError(f"object store: {what} did not arrive as it was sent") from error
-                if status < 500 and code not in ("SlowDown", "RequestTimeout"):
+                if status == 501 or (status < 500 and code not in ("SlowDown", "RequestTimeout")):
                     raise
                 problem: Exception = error
             except (TimeoutError, BotoCoreError, HttpError, OSError) as error:

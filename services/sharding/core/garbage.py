@@ -3,11 +3,13 @@
 Why it is safe while datasets are being made:
 
 1. A shard is garbage only if no manifest and no young journal names it, and it was last written more than ``grace``
-   ago.
-2. Journals are read after the shards are listed, and manifests after the journals. So one of them names the shards of
-   a dataset that is completed meanwhile.
-3. A job that reuses a shard older than ``objects.REUSE_AGE_S`` rewrites it. Before it writes the manifest, it
-   checks every shard and makes missing ones again, so no manifest names a shard that is gone.
+   before the collection began.
+2. Manifests are read after the journals. So one of them names the shards of a dataset that is completed meanwhile. That
+   shards are listed after both does no harm: a job that relies on one that old had it renewed, or has worked for longer
+   than ``grace`` less ``objects.REUSE_AGE_S`` (42 hours), and then rule 3 makes it find what is gone.
+3. A job that reuses a shard older than ``objects.REUSE_AGE_S`` renews it under another ETag, and a shard is deleted
+   only while it has the ETag that it had when it was still old. Before the job writes the manifest, it checks every
+   shard and makes missing ones again, so no manifest names a shard that is gone.
 4. An ingestion is kept while a manifest has its fingerprint, since its index is needed to compare two datasets.
    Its packs are needed only to make datasets of it. They are deleted ``keep_packs`` after it and its dataset were made,
    unless an open job makes another.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -27,7 +29,6 @@ from contracts.datasets import Manifest
 from contracts.events.dataset import ShardFile
 
 INGESTION_KEY = re.compile(r"^ingestions/(?P<fingerprint>[0-9a-f]{64})/(?P<name>.+)$")
-SHARD_KEY = re.compile(r"^shards/[0-9a-f]{2}/(?P<sha256>[0-9a-f]{64})$")
 JOURNAL = re.compile(r"^shards-[0-9a-f]{16}\.json$")
 PACK = re.compile(r"^pack-\d+$")
 DONE = "done.json"
@@ -42,31 +43,33 @@ class StoredObject:
     size_bytes: int
     modified_at: datetime
 
+    @property
+    def fingerprint(self) -> str:
+        """The ingestion that it belongs to; '' if it belongs to none."""
+        match = INGESTION_KEY.match(self.key)
+        return match["fingerprint"] if match else ""
+
 
 @dataclass(frozen=True, slots=True)
-class NamedObjects:
-    """What manifests, young journals and open jobs need."""
+class NamedIngestions:
+    """Fingerprints of the ingestions that are needed."""
 
-    shards: frozenset[str]
-    #: Ingestions that manifests were made of, and those that open jobs make datasets of.
+    #: Those that manifests were made of, and those that open jobs make datasets of.
     fingerprints: frozenset[str]
     working: frozenset[str] = frozenset()
 
 
-def collect_names(
-    manifests: Iterable[Manifest], journals: Iterable[Mapping[str, ShardFile]], working: Iterable[str]
-) -> NamedObjects:
-    """Return the hashes that are referenced, and the fingerprints in manifests; ``working`` are those of open jobs."""
-    shards: set[str] = set()
-    open_jobs = frozenset(working)
-    fingerprints = set(open_jobs)
-    for manifest in manifests:
-        fingerprints.add(manifest.fingerprint)
-        for split in manifest.splits.values():
-            shards |= {sha256 for shard in split.shards for sha256 in (shard.sha256, shard.index_sha256)}
-    for journal in journals:
-        shards |= {sha256 for shard in journal.values() for sha256 in (shard.sha256, shard.index_sha256)}
-    return NamedObjects(frozenset(shards), frozenset(fingerprints), open_jobs)
+def hashes_of_manifest(manifest: Manifest) -> Iterator[str]:
+    """Iterate over the hashes of a manifest's shards and indexes."""
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            yield from (shard.sha256, shard.index_sha256)
+
+
+def hashes_of_journal(journal: Mapping[str, ShardFile]) -> Iterator[str]:
+    """Iterate over the hashes of a journal's shards and indexes."""
+    for shard in journal.values():
+        yield from (shard.sha256, shard.index_sha256)
 
 
 def read_journal(content: bytes) -> dict[str, ShardFile]:
@@ -86,31 +89,15 @@ def is_young_journal(stored: StoredObject, now: datetime, grace: timedelta) -> b
     return match is not None and JOURNAL.match(match["name"]) is not None and now - stored.modified_at <= grace
 
 
-def garbage_shards(
-    shards: Iterable[StoredObject],
-    named: NamedObjects,
-    now: datetime,
-    grace: timedelta,
-) -> list[StoredObject]:
-    """Return the shards and indexes without a reference. Only objects under their hash are considered."""
-    return [
-        shard
-        for shard in shards
-        if (match := SHARD_KEY.match(shard.key))
-        and match["sha256"] not in named.shards
-        and now - shard.modified_at > grace
-    ]
-
-
 def garbage_of_ingestion(
     objects: list[StoredObject],
-    fingerprint: str,
-    named: NamedObjects,
+    named: NamedIngestions,
     now: datetime,
     grace: timedelta,
     keep_packs: timedelta,
 ) -> list[StoredObject]:
     """Return which objects of one ingestion can be deleted, in the order in which they must be."""
+    fingerprint = objects[0].fingerprint
     names = {stored.uri: stored.key.rpartition("/")[2] for stored in objects}
     youngest = max(stored.modified_at for stored in objects)
     if fingerprint not in named.fingerprints:

@@ -8,6 +8,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from contracts.events.run import Artifact
 from contracts.manifest import MAX_INLINE_BYTES, MAX_LISTING_BYTES, encode_listing
 from contracts.ranks import CheckpointLine
 from services.kit import chunks as kit
-from services.kit.store.errors import ObjectNotFound
+from services.kit.messages import TransientError
+from services.kit.store.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from services.kit.store.files import hash_file, is_inside
-from services.kit.store.objects import ObjectStore, is_young
+from services.kit.store.objects import ObjectInfo, ObjectStore, is_young
 from services.kit.store.uris import blob_key, blob_sha256
 from services.worker import metrics
 from services.worker.cache.node_cache import NodeCache
@@ -83,6 +85,8 @@ log = structlog.get_logger(__name__)
 PARALLEL_CHUNKS = 4
 #: Larger chunks are looked up before they are stored; for smaller ones the request costs more than the upload.
 LOOKUP_MIN_BYTES = 64 * 2**10
+#: How often a blob is looked at that others write or delete in the same moments.
+MAX_LOOKS = 20
 #: From this size two threads hash a chunk and the file; for a smaller one, changing threads costs more than hashing.
 TWO_THREADS_BYTES = 2**20
 #: ``model-3.safetensors`` -> ``model.safetensors``: which rank holds a tensor changes with the number of ranks.
@@ -171,7 +175,7 @@ class CheckpointUploader:
         if task is not None:
             self._room.release()
             return task
-        task = self._sending[digest] = asyncio.ensure_future(self._send(content, digest, chunk_range, key))
+        task = self._sending[digest] = asyncio.ensure_future(self._send_chunk(content, digest, chunk_range, key))
         task.add_done_callback(self._on_sent)
         return task
 
@@ -180,7 +184,7 @@ class CheckpointUploader:
         if not task.cancelled():
             self._failure = self._failure or task.exception()
 
-    async def _send(self, content: bytes, digest: str, chunk_range: ChunkRange, key: str) -> Chunk:
+    async def _send_chunk(self, content: bytes, digest: str, chunk_range: ChunkRange, key: str) -> Chunk:
         fast = await asyncio.to_thread(kit.blake3_hex, content)
         plain = Chunk(sha256=digest, size_bytes=len(content), blake3=fast, uri=self._uri(digest))
         if self._known.has(digest):
@@ -192,24 +196,61 @@ class CheckpointUploader:
         return plain
 
     async def _store(self, content: bytes, digest: str) -> None:
-        there = None
-        if len(content) >= LOOKUP_MIN_BYTES and not self._known.is_distrusted(digest):
-            there = await self._young_since(digest, len(content))
-        if there is None:
+        uri = self._uri(digest)
+        for _ in range(MAX_LOOKS):
             # Before, not after: what counts is when the store wrote it at the earliest.
-            there = datetime.now(UTC)
-            await self._objects.put(self._uri(digest), content)
-            self.sent_bytes += len(content)
-        self._known.add(digest, there)
+            begun = datetime.now(UTC)
+            with suppress(ObjectChanged, ObjectExists, ObjectNotFound):
+                self._known.add(digest, await self._ensure_stored(uri, content, digest) or begun)
+                return
+        raise TransientError(f"{uri} changed each of the {MAX_LOOKS} times that it was looked at")
 
-    async def _young_since(self, digest: str, size_bytes: int | None = None) -> datetime | None:
-        """Return when the store last wrote the blob, if garbage collection spares it for long enough."""
+    async def _ensure_stored(self, uri: str, content: bytes, digest: str) -> datetime | None:
+        """Have the store hold a young blob. Return when it was written; None: just now.
+
+        An old one, which garbage collection may be about to delete, gets another ETag: see ``ObjectStore.renew``.
+
+        Raises:
+            ObjectChanged, ObjectExists, ObjectNotFound: somebody else wrote or deleted it meanwhile.
+        """
+        is_distrusted = self._known.is_distrusted(digest)
+        there = None
+        if is_distrusted or len(content) >= LOOKUP_MIN_BYTES or not await self._send_if_absent(uri, content):
+            there = await self._find(uri)
+            if there is None:
+                await self._send(uri, content, if_absent=True)
+            elif there.size_bytes != len(content) or is_distrusted:
+                await self._replace(there, content)
+            elif is_young(there.modified_at):
+                return there.modified_at
+            elif not await self._objects.renew(there):
+                await self._replace(there, content)
+        return None
+
+    async def _send_if_absent(self, uri: str, content: bytes) -> bool:
+        """Send a small blob, which costs no more than looking for it. Return whether it was not there."""
         try:
-            there = await self._objects.head(self._uri(digest))
+            await self._send(uri, content, if_absent=True)
+        except ObjectExists:
+            return False
+        return True
+
+    async def _replace(self, there: ObjectInfo, content: bytes) -> None:
+        """Send a blob over what is there. The same bytes have the same ETag: it is renewed besides."""
+        await self._send(there.uri, content)
+        sent = await self._objects.head(there.uri)
+        if sent.etag == there.etag:
+            await self._objects.renew(sent)
+
+    async def _send(self, uri: str, content: bytes, *, if_absent: bool = False) -> None:
+        await self._objects.put(uri, content, if_absent=if_absent)
+        self.sent_bytes += len(content)
+
+    async def _find(self, uri: str) -> ObjectInfo | None:
+        try:
+            return await self._objects.head(uri)
         except ObjectNotFound:
             return None
-        right = size_bytes is None or there.size_bytes == size_bytes
-        return there.modified_at if right and is_young(there.modified_at) else None
 
     # -- deltas -------------------------------------------------------------
 
@@ -237,10 +278,10 @@ class CheckpointUploader:
             if self._known.is_distrusted(digest) or uri != self._uri(digest):
                 return False
             if not self._known.has(digest):
-                there = await self._young_since(digest)
-                if there is None:
+                there = await self._find(uri)
+                if there is None or not is_young(there.modified_at):
                     return False
-                self._known.add(digest, there)
+                self._known.add(digest, there.modified_at)
         return True
 
     def _uri(self, sha256: str) -> str:

@@ -32,7 +32,7 @@ from trainbus.trainer.deferred_model import DeferredModel, build_deferred
 from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.fsdp2 import shard_model
+from trainbus.trainer.strategies.fsdp2 import MAX_PENDING, FSDP2Strategy, shard_model
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State
 from trainbus.trainer.world import World, seed_all
@@ -55,7 +55,7 @@ def all_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "build_deferred", build_all_deferred)
 
 
-class Normed(nn.Sequential):
+class BatchNormModel(nn.Sequential):
     """Buffers, and rows that no number of ranks divides."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ DDP, FSDP2 = {"strategy": "ddp"}, {"strategy": "fsdp2"}
 @pytest.mark.parametrize("model", ["mlp", "normed", "gpt", "frozen"])
 def test_sharding_changes_no_bit(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """From the initial values on; to another number of ranks, from ddp to fsdp2, and back."""
-    monkeypatch.setitem(MODELS, "normed", Normed)
+    monkeypatch.setitem(MODELS, "normed", BatchNormModel)
     undisturbed = gang(Case(model, rules=DDP), 1, range(3))
     for first, second in (((FSDP2, 3), (DDP, 2)), ((DDP, 1), (FSDP2, 2)), ((FSDP2, 2), (FSDP2, 3))):
         middle = gang(Case(model, rules=first[0]), first[1], range(1))
@@ -142,7 +142,7 @@ LAYERS, WIDTH = 12, 128
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
-class Deep(Task):
+class StackedTask(Task):
     """Many weights of one size, in blocks."""
 
     def model(self) -> nn.Module:
@@ -152,14 +152,16 @@ class Deep(Task):
         return torch.optim.AdamW(model.parameters())
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
-        return model[0][0](batch).mean()  # type: ignore[no-any-return]
+        for (layer,) in model:
+            batch = layer(batch)
+        return batch.mean()
 
 
 @pytest.mark.usefixtures("all_deferred")
 @pytest.mark.parametrize("source", ["initial values", "checkpoint"])
 def test_building_takes_memory_for_the_shards_and_few_tensors(tmp_path: Path, source: str) -> None:
     torch.manual_seed(0)
-    saved = Deep().model().state_dict()
+    saved = StackedTask().model().state_dict()
     save_file(saved, tmp_path / "model-0.safetensors")
     find = partial(find_weights, tmp_path) if source == "checkpoint" else lambda model: {}
     training = Training.model_validate({"max_steps": 1, **FSDP2})
@@ -167,7 +169,7 @@ def test_building_takes_memory_for_the_shards_and_few_tensors(tmp_path: Path, so
     def work(world: World) -> tuple[int, dict[str, Tensor]]:
         torch.manual_seed(0)
         with LiveBytes() as live:
-            strategy = make_strategy(Deep(), training, world, find)
+            strategy = make_strategy(StackedTask(), training, world, find)
         return live.peak_bytes, {name: p.to_local() for name, p in strategy.model.named_parameters()}
 
     world_size = 4
@@ -185,7 +187,7 @@ def test_saving_takes_memory_for_the_share_and_few_tensors(tmp_path: Path, strat
 
     def work(world: World) -> tuple[int, int]:
         seed_all(0, "model")
-        strategy = make_strategy(Deep(), training, world)
+        strategy = make_strategy(StackedTask(), training, world)
         strategy.begin_step(has_empty=False)
         for leaf in strategy.leaves:
             strategy.backward(torch.ones(2, WIDTH), 0.5, leaf=leaf, first=True, last=True)
@@ -219,6 +221,25 @@ def test_saving_takes_memory_for_the_share_and_few_tensors(tmp_path: Path, strat
         assert sum(sizes.values()) >= LAYERS * LAYER_BYTES
     assert len(saved["model"]) == LAYERS
     assert len(saved["optimizer"]) == 3 * LAYERS
+
+
+def test_an_exact_step_takes_memory_for_few_gradients() -> None:
+    """Exchanges are finished while others begin, and share their buffers."""
+    training = Training.model_validate({"max_steps": 1, **FSDP2, "logical_ranks": 4})
+
+    def work(world: World) -> int:
+        strategy = make_strategy(StackedTask(), training, world)
+        assert isinstance(strategy, FSDP2Strategy)
+        for _ in range(3):
+            strategy.begin_step(has_empty=False)
+            for leaf in strategy.leaves:
+                strategy.backward(torch.ones(2, WIDTH), 0.25, leaf=leaf, first=True, last=True)
+            strategy.step(None)
+        return strategy._backward.pool.size_bytes
+
+    for size_bytes in run_ranks(4, work):
+        # Of each exchange under way, and of the one that begins: the gradient of a block, and the other ranks' sums.
+        assert LAYER_BYTES < size_bytes <= (MAX_PENDING + 1) * 2 * LAYER_BYTES
 
 
 @pytest.mark.usefixtures("all_deferred")

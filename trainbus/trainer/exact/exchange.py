@@ -59,29 +59,46 @@ class PeerLink:
         return wait
 
 
+class BufferPool:
+    """Flat buffers that are used again: allocating them anew in each step costs more than filling them."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a flat tensor with any values."""
+        free = self._free.get((size, dtype, device))
+        return free.pop() if free else torch.empty(size, dtype=dtype, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the buffers that are free now."""
+        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
+
+    def release(self, buffer: Tensor) -> None:
+        """Let the next ``allocate`` have a buffer."""
+        self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+
+
 class TreeExchange:
     """Reduce-scatter and all-gather of one flat tensor, in the order of the tree.
 
     Each rank has a flat sum for each of its maximal nodes. Their shards go to the owners, which finish the tree.
-    A rank sends (W-1)/W * N * k elements, k being its number of maximal nodes. Buffers are kept from step to step:
-    allocating them again costs more than filling them.
+    A rank sends (W-1)/W * N * k elements, k being its number of maximal nodes.
     """
 
-    def __init__(self, plan: TreePlan, spans: Sequence[Span], link: PeerLink, number: int, like: Tensor) -> None:
-        """Prepare the buffers.
+    def __init__(self, plan: TreePlan, spans: Sequence[Span], link: PeerLink, number: int, pool: BufferPool) -> None:
+        """Prepare an exchange that may happen many times.
 
         Args:
             spans: where the shard of each rank lies in the flat tensor.
             number: tells this exchange from others that are under way at the same time.
-            like: a tensor of the type and on the device of those to come.
+            pool: the buffers for other ranks' sums come from it. They stay with this exchange until ``release``.
         """
-        self._plan, self._spans, self._link, self._tag = plan, spans, link, 2 * number
+        self._plan, self._spans, self._link, self._tag, self._pool = plan, spans, link, 2 * number, pool
         world_size = len(spans)
         self._peers = [(plan.rank + distance) % world_size for distance in range(1, world_size)]
-        start, stop = self.own_span
-        self._received: dict[Node, Message] = {
-            node: (like.new_zeros(stop - start), peer) for peer in self._peers for node in plan.nodes_by_rank[peer]
-        }
+        self._received: dict[Node, Message] = {}
         self._sums: Sequence[Tensor] = ()
         self._arrived: Callable[[], None] | None = None
 
@@ -93,10 +110,14 @@ class TreeExchange:
         """Start to send this rank's sums, one flat tensor for each of its maximal nodes, to the shards' owners."""
         sends = [(flat[slice(*self._spans[peer])], peer) for peer in self._peers for flat in sums]
         self._sums = sums
+        self._received = self._received or self._allocate(sums[0])
         self._arrived = self._link.start(sends, list(self._received.values()), self._tag)
 
     def finish_reduce_scatter(self) -> Tensor:
-        """Wait for the other ranks' sums; return this rank's shard of the sum over all leaves."""
+        """Wait for the other ranks' sums; return this rank's shard of the sum over all leaves.
+
+        It lies in one of the buffers, or of the sums.
+        """
         assert self._arrived is not None
         self._arrived()
         own = slice(*self.own_span)
@@ -104,6 +125,20 @@ class TreeExchange:
         by_node |= {node: tensor for node, (tensor, _) in self._received.items()}
         self._sums, self._arrived = (), None
         return reduce_tree(self._plan.root, by_node, lambda left, right: left.add_(right))
+
+    def release(self) -> None:
+        """Give the buffers back; what the last ``finish_reduce_scatter`` returned is not valid any more."""
+        for buffer, _ in self._received.values():
+            self._pool.release(buffer)
+        self._received = {}
+
+    def _allocate(self, like: Tensor) -> dict[Node, Message]:
+        start, stop = self.own_span
+        return {
+            node: (self._pool.allocate(stop - start, like.dtype, like.device), peer)
+            for peer in self._peers
+            for node in self._plan.nodes_by_rank[peer]
+        }
 
     def start_all_gather(self, flat: Tensor) -> Callable[[], None]:
         """Start to complete ``flat`` on every rank from the shards that the ranks own; return what waits for it."""

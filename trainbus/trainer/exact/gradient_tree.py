@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainbus.task import TaskError
-from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
+from trainbus.trainer.exact.exchange import BufferPool, PeerLink, TreeExchange
 from trainbus.trainer.exact.layout import Bucket, Span, buckets_of, gradient_of
 from trainbus.trainer.exact.tree import LeafStep, TreePlan
 from trainbus.trainer.world import World
@@ -230,7 +230,7 @@ class BucketReduction:
         self._own = slice(*self.shards[plan.rank])
         self.exchange = None
         if world_size > 1 and not all_reduce:
-            self.exchange = TreeExchange(plan, self.shards, link, bucket.index, self.flats[0])
+            self.exchange = TreeExchange(plan, self.shards, link, bucket.index, BufferPool())
         self._is_sent = False
         self._gathered: Callable[[], None] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.checkpoint.weights import Weights, WeightSource, load_weights
 from trainbus.trainer.deferred_model import DeferredModel
 from trainbus.trainer.exact.buffer_sync import BufferSync
-from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
+from trainbus.trainer.exact.exchange import BufferPool, PeerLink, TreeExchange
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
@@ -313,19 +314,30 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+#: Exchanges that are under way at a time: one is sent while another one's sums arrive.
+MAX_PENDING = 2
+
+
 class BackwardState:
     """Which leaf is in backward now, and which exchanges are under way: one for all parameter groups of a model."""
 
     def __init__(self, plan: TreePlan) -> None:
         self.plan = plan
         self.leaf: LeafStep | None = None
-        self.pending: list[TreeReduceScatter] = []
+        #: One for all groups: each would else keep buffers for the whole of its gradient.
+        self.pool = BufferPool()
+        self._pending: deque[TreeReduceScatter] = deque()
+
+    def add_pending(self, exchange: TreeReduceScatter) -> None:
+        """Note that an exchange has begun; finish the oldest one if too many are under way."""
+        self._pending.append(exchange)
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft().finish()
 
     def finish(self) -> None:
         """Finish the exchanges that are under way; to be called after the last backward of a step."""
-        for each in self.pending:
-            each.finish()
-        self.pending.clear()
+        while self._pending:
+            self._pending.popleft().finish()
 
 
 class TreeReduceScatter(ReduceScatter):
@@ -342,15 +354,12 @@ class TreeReduceScatter(ReduceScatter):
         self._stack: SumStack[Tensor] = SumStack(self._add)
         #: The sums of this rank's maximal nodes that are complete.
         self._complete: list[Tensor] = []
-        #: Buffers by size, kept from step to step: fresh ones cost page faults.
-        self._free: dict[int, list[Tensor]] = {}
         self._exchange: TreeExchange | None = None
         self._output: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get(math.prod(int(each) for each in size), [])
-        fitting = next((n for n, each in enumerate(free) if each.dtype == dtype and each.device == device), None)
-        return torch.empty(*size, dtype=dtype, device=device) if fitting is None else free.pop(fitting)
+        flat = self._backward.pool.allocate(math.prod(int(each) for each in size), dtype, device)
+        return flat.view([int(each) for each in size])
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -366,24 +375,22 @@ class TreeReduceScatter(ReduceScatter):
             shard = output_tensor.numel()
             spans = [(rank * shard, (rank + 1) * shard) for rank in range(len(plan.nodes_by_rank))]
             link = PeerLink(output_tensor.device, group)
-            self._exchange = TreeExchange(plan, spans, link, self._number, output_tensor)
+            self._exchange = TreeExchange(plan, spans, link, self._number, self._backward.pool)
         self._exchange.start_reduce_scatter(self._complete)
         self._output = output_tensor
-        self._backward.pending.append(self)
+        self._backward.add_pending(self)
 
     def finish(self) -> None:
         """Wait for the other ranks' sums and put this rank's shard into the output."""
         assert self._exchange is not None
         assert self._output is not None
         self._output.copy_(self._exchange.finish_reduce_scatter().view_as(self._output))
+        self._exchange.release()
         for total in self._complete:
-            self._release(total)
+            self._backward.pool.release(total)
         self._complete, self._output = [], None
 
     def _add(self, left: Tensor, right: Tensor) -> Tensor:
         left.add_(right)
-        self._release(right)
+        self._backward.pool.release(right)
         return left
-
-    def _release(self, buffer: Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from services.ingestion.whole_files import BinaryFiles, ImageFiles, WholeFiles
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
 from services.kit.progress import Progress
-from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
@@ -108,14 +108,8 @@ class IngestionJob:
             fingerprint = await self._list()
             folder_uri = ingestion_uri(self._bucket, fingerprint)
             await self._objects.ensure_bucket(self._bucket)
-            try:
-                content = await self._objects.get(f"{folder_uri}/{DONE}")
-                outcome = Outcome.model_validate_json(content)
-            except ObjectNotFound:
-                pass
-            else:
-                # Written again to renew its age: garbage collection removes what is old and in no dataset.
-                await self._objects.put(f"{folder_uri}/{DONE}", content)
+            with suppress(ObjectNotFound):
+                outcome = await self._reuse(f"{folder_uri}/{DONE}")
                 return IngestionResult(self._data, fingerprint, folder_uri, outcome, reused=True)
             expected_bytes = self._catalog.size_of_listing()[1] * EXPANSION.get(self._data.format, 1)
             self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
@@ -124,6 +118,19 @@ class IngestionJob:
             finally:
                 self._packs.discard_open()
             return IngestionResult(self._data, fingerprint, folder_uri, self._tally.outcome(), reused=False)
+
+    async def _reuse(self, done_uri: str) -> Outcome:
+        """Return the outcome of an earlier ingestion, renewed: garbage collection removes what is old and unused.
+
+        Raises:
+            ObjectNotFound: there is none, or it is being removed.
+        """
+        there = await self._objects.head(done_uri)
+        content = await self._objects.get(done_uri)
+        with suppress(ObjectChanged):  # another job has just renewed it
+            if not await self._objects.renew(there):
+                await self._objects.put(done_uri, content)
+        return Outcome.model_validate_json(content)
 
     def _check_request(self) -> None:
         if self._data.format != "auto" and (problem := find_impossible_check(self._data)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import uuid
+from itertools import pairwise
 from typing import Any
 
 import pyarrow
@@ -178,8 +179,14 @@ async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: Obje
     await fill(objects, f"{lake}/digits", digits_lake(12))
     data = DataSource(source=f"{lake}/digits", format="images")
     first = await ingest(data)
-    again = await ingest(data, read_from=NoReads())
+    done_uri = f"{first.index_uri.rpartition('/')[0]}/done.json"
+    etags = [(await objects.head(done_uri)).etag]
+    for _ in range(2):
+        again = await ingest(data, read_from=NoReads())
+        etags.append((await objects.head(done_uri)).etag)
     assert (first.reused, again.reused) == (False, True)
+    # A deletion that garbage collection decided on before does not take it away.
+    assert all(before != after for before, after in pairwise(etags))
     assert (again.outcome, again.index_uri) == (first.outcome, first.index_uri)
     other = await ingest(data.model_copy(update={"split": Split(seed=5)}))
     assert not other.reused

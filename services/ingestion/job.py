@@ -125,8 +125,8 @@ class IngestionJob:
         Raises:
             ObjectNotFound: there is none, or it is being removed.
         """
-        there = await self._objects.head(done_uri)
         content = await self._objects.get(done_uri)
+        there = await self._objects.head(done_uri)
         with suppress(ObjectChanged):  # another job has just renewed it
             if not await self._objects.renew(there):
                 await self._objects.put(done_uri, content)

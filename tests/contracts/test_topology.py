@@ -11,7 +11,7 @@ from contracts.base import Event, Fact
 from contracts.events import BY_TYPE, FACTS, REQUESTS
 from contracts.events.run import RunCancelled
 from services.autoscaler.core.state import ALLOCATION_FACTS, STATE_FACTS
-from services.checkpoint.garbage_collection import LEDGER
+from services.checkpoint.core.ledger import LEDGER_FACTS
 from services.evaluation.core.state import FOLDED
 from services.kit.bus import Bus
 from services.worker.agent.agent import FOLLOWED
@@ -59,7 +59,7 @@ async def test_the_bus_refuses_what_belongs_to_another_service(make_bus: Any) ->
     ("service", "followed"),
     [
         ("autoscaler", (*STATE_FACTS, *ALLOCATION_FACTS)),
-        ("checkpoint", LEDGER),
+        ("checkpoint", LEDGER_FACTS),
         ("evaluation", FOLDED),
         ("worker", FOLLOWED),
     ],

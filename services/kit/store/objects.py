@@ -218,7 +218,7 @@ class ObjectStore:
         except ClientError as error:  # the policy of the bucket, perhaps: conditions are sent all the same
             log.warning("cannot find out whether the object store deletes conditionally", object=uri, error=str(error))
             return
-        problem = "it deletes the object whatever its ETag is"
+        problem = "it deletes an object of another ETag"
         try:
             await self.delete(uri, if_match=hashlib.md5(b"another", usedforsecurity=False).hexdigest())
             honours = False

@@ -27,7 +27,7 @@ from tests.manual_clock import ManualClock
 MIB = 2**20
 
 
-class Collected:
+class AgingBucket:
     """A bucket whose collection sees all that is there as three days old, and an agent that uploads into it."""
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, folder: Path) -> None:
@@ -50,8 +50,8 @@ class Collected:
 
 
 @pytest.fixture
-def world(bus: Bus, objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> Collected:
-    return Collected(bus, objects, s3_settings, tmp_path)
+def world(bus: Bus, objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> AgingBucket:
+    return AgingBucket(bus, objects, s3_settings, tmp_path)
 
 
 def interrupt_head(
@@ -73,7 +73,7 @@ def interrupt_head(
 @pytest.mark.parametrize("size_bytes", [1000, MIB])
 @pytest.mark.parametrize("life", ["put", "renewed", "distrusted"])
 async def test_blob_that_is_renewed_between_the_look_and_the_delete_stays(
-    world: Collected, monkeypatch: pytest.MonkeyPatch, size_bytes: int, life: str
+    world: AgingBucket, monkeypatch: pytest.MonkeyPatch, size_bytes: int, life: str
 ) -> None:
     content = b"7" * size_bytes
     uri, _ = await world.upload(content)
@@ -88,7 +88,7 @@ async def test_blob_that_is_renewed_between_the_look_and_the_delete_stays(
     assert await world.objects.get(uri) == content
 
 
-async def test_renewal_sends_no_bytes(world: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_renewal_sends_no_bytes(world: AgingBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"7" * MIB
     _, sent = await world.upload(content)
     assert sent == MIB
@@ -99,7 +99,7 @@ async def test_renewal_sends_no_bytes(world: Collected, monkeypatch: pytest.Monk
 
 
 async def test_blob_that_goes_while_it_is_renewed_is_sent_again(
-    world: Collected, monkeypatch: pytest.MonkeyPatch
+    world: AgingBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = b"7" * MIB
     uri, _ = await world.upload(content)
@@ -116,7 +116,7 @@ async def test_blob_that_goes_while_it_is_renewed_is_sent_again(
 
 
 async def test_store_without_conditional_deletes_still_spares_what_was_renewed_after_the_listing(
-    world: Collected, monkeypatch: pytest.MonkeyPatch
+    world: AgingBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = b"7" * MIB
     uri, _ = await world.upload(content)

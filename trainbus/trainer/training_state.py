@@ -110,7 +110,7 @@ def fetch_share(shares: Sequence[Sequence[StateEntry]], rank: int) -> Iterator[t
     """Bring the tensors of a rank's share to it, one after the other; every rank calls it with the same shares.
 
     The ranks take turns as owners, so that each round brings one tensor to each rank at the same time. A caller that
-    lets go of each tensor before it asks for the next one never holds two that are no live ones.
+    releases each tensor before it asks for the next one holds at most one copy at a time, beside the live tensors.
     """
     for entries in zip_longest(*shares):
         started = [(owner, entry, entry.fetch(owner)) for owner, entry in enumerate(entries) if entry is not None]

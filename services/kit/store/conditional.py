@@ -1,8 +1,8 @@
 """Conditional deletes: an object is deleted only while it is the version that was looked at.
 
-A version is told by its ETag, and an object that is written again with the same bytes has the same ETag. So whoever
-renews an object changes the ETag too: that of an object that one request wrote is the MD5 of its bytes, that of one
-made of parts is another hash with the number of parts behind a dash, and the bytes can be the same.
+The ETag tells versions apart. An object that is written again with the same bytes has the same ETag, so a renewal
+changes the number of parts: the ETag of an object that one request wrote is the MD5 of its bytes, and that of an object
+made of parts is another hash with the number of parts behind a dash. The bytes stay the same.
 """
 
 from __future__ import annotations

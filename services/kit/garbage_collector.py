@@ -66,7 +66,9 @@ class GarbageCollector(Generic[S, T]):
             await lease.release()
 
     async def _collect(self, bus: Bus, objects: ObjectStore, settings: S) -> T:
-        await objects.probe_conditional_deletes(self.bucket(settings))
+        bucket = self.bucket(settings)
+        await objects.ensure_bucket(bucket)
+        await objects.probe_conditional_deletes(bucket)
         return await self.collect(bus, objects, settings)
 
     async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:

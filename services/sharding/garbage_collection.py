@@ -47,7 +47,6 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
     Raises:
         ValueError: a manifest cannot be read, so its references are unknown, or the disk is full; nothing was deleted.
     """
-    await objects.ensure_bucket(settings.bucket_datasets)
     async with Workdir(settings.data_dir / "sharding") as workdir:
         with workdir.temporary("garbage-") as folder:
             return await _Collection(bus, objects, settings, HashPartitions(Path(folder))).run()

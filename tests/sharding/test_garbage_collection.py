@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ from services.sharding import job as job_module
 from services.sharding.core import garbage
 from services.sharding.core.garbage import NamedIngestions, StoredObject
 from services.sharding.core.manifest import journal_name
-from services.sharding.garbage_collection import GARBAGE, collect_garbage
+from services.sharding.garbage_collection import GARBAGE, GarbageSummary, collect_garbage
 from services.sharding.job import Dataset, ShardingJob
 from services.sharding.settings import ShardingSettings
 from tests.kit.support import until
@@ -211,6 +212,19 @@ async def test_ingestions_that_wait_for_sharding_stay(world: World) -> None:
     await bucket.delete("sharding.i1")
     await collect_garbage(world.bus, world.objects, world.settings)
     assert await world.keys("ingestions/") == set()
+
+
+async def test_a_stack_without_a_dataset_has_nothing_to_collect(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = world.objects.probe_conditional_deletes
+
+    async def probe_bucket(bucket: str) -> None:
+        await world.objects.list_page(f"s3://{bucket}/")  # not every store makes a bucket for the first object
+        await probe(bucket)
+
+    monkeypatch.setattr(world.objects, "probe_conditional_deletes", probe_bucket)
+    nothing = world.settings.model_copy(update={"bucket_datasets": f"none-{uuid.uuid4().hex[:8]}"})
+    found = await GARBAGE.run_exclusive(world.bus, world.objects, nothing)
+    assert found == GarbageSummary(0, 0, 0, 0)
 
 
 async def test_only_one_collection_runs_at_a_time(world: World) -> None:

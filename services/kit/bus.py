@@ -83,8 +83,10 @@ class Bus:
         self.source = f"trainbus/{service}"
         self._handlers = Handlers(service, settings, self.clock, self._dead_letter, self._refuse)
         self._connection: Client | None = None
-        self._reopening: asyncio.Task[None] | None = None
-        self._lost = asyncio.Event()
+        #: Set when nats-py has closed the connection.
+        self._closed = asyncio.Event()
+        self._last_error = ""
+        self._keeping_open: asyncio.Task[None] | None = None
         self._warned: set[tuple[str, int, datetime | None]] = set()
         self._endpoints: dict[str, tuple[str, Callable[[Msg], Awaitable[None]]]] = {}
         self._endpoint_subscriptions: dict[str, Subscription] = {}
@@ -120,7 +122,11 @@ class Bus:
             except (OSError, nats.errors.Error) as error:
                 log.warning("waiting for NATS", servers=self.settings.nats_servers, error=str(error))
                 await asyncio.sleep(0.3)
+        # FastStream's raises at some errors, also where nats-py is connecting again, which that would end.
+        self._connection._error_cb = self._on_error
         metrics.CONNECTED.set(1)
+        if self._keeping_open is None:
+            self._keeping_open = asyncio.create_task(self._keep_open(self._connection))
         if reconcile_topology:
             await self._retry_while_away(
                 lambda: reconcile(self.js, topology.Topology(), replicas=self.settings.nats_replicas)
@@ -143,8 +149,9 @@ class Bus:
     async def close(self) -> None:
         """Stop if that is not done yet, flush and disconnect. Ends also while the server is away."""
         connection, self._connection = self._connection, None
-        if self._reopening is not None:
-            await cancel_and_wait(self._reopening)
+        if self._keeping_open is not None:
+            await cancel_and_wait(self._keeping_open)
+            self._keeping_open = None
         # What is still to be sent may meet a connection that is lost just now.
         with suppress(nats.errors.Error, OSError):
             await self.broker.stop()
@@ -155,9 +162,14 @@ class Bus:
         metrics.CONNECTED.set(0)
 
     async def wait_until_lost(self) -> None:
-        """Wait until the connection is closed for good, then raise ``ConnectionLost``."""
-        await self._lost.wait()
-        raise ConnectionLost("NATS closed the connection and refuses a new one")
+        """Wait until the connection is closed for good. Call ``connect`` first.
+
+        Raises:
+            ConnectionLost: it is.
+        """
+        if self._keeping_open is None:
+            raise RuntimeError("the bus is not connected: await connect() first")
+        await asyncio.shield(self._keeping_open)
 
     @property
     def consumers(self) -> dict[str, str]:
@@ -474,18 +486,33 @@ class Bus:
         log.warning("disconnected from NATS")
 
     async def _on_closed(self) -> None:
-        """Open the connection again, unless it was closed on purpose. nats-py gives up at any error of the server."""
-        if self._connection is not None and self._reopening is None:
+        self._closed.set()
+
+    async def _keep_open(self, connection: Client) -> None:
+        """Open the connection again each time that it is closed, as nats-py does at any error of the server.
+
+        That may also happen while it is being opened.
+
+        Raises:
+            ConnectionLost: the server is there and refuses it.
+        """
+        while True:
+            await self._closed.wait()
+            self._closed.clear()
+            if not connection.is_closed:
+                continue  # it has been opened again since
             metrics.CONNECTED.set(0)
-            log.error("NATS closed the connection", error=repr(self._connection.last_error))
-            self._reopening = asyncio.create_task(self._reopen(self._connection))
-            self._reopening.add_done_callback(self._on_reopened)
+            log.error("NATS closed the connection", error=repr(connection.last_error))
+            await self._reopen(connection)
 
     async def _reopen(self, connection: Client) -> None:
         for attempt in range(1, REOPEN_ATTEMPTS + 1):
             await asyncio.sleep(REOPEN_INTERVAL_S)
             try:
+                # It may hold the beginning of a message that the end of the connection has cut off.
+                connection._ps.reset()
                 await connection.connect(**self.broker._connection_kwargs)
+                connection._error_cb = self._on_error
                 # A request made meanwhile has named its inbox and could not subscribe to it: none would be answered.
                 connection._resp_sub_prefix = None
                 for subject in self._endpoints:
@@ -495,16 +522,14 @@ class Bus:
             else:
                 await self._on_reconnected()
                 return
+        log.critical("connection to NATS lost for good", error=repr(connection.last_error))
         raise ConnectionLost(f"NATS closed the connection and refuses a new one: {connection.last_error!r}")
 
-    def _on_reopened(self, task: asyncio.Task[None]) -> None:
-        self._reopening = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._lost.set()
-            log.critical("connection to NATS lost for good", error=str(error))
-
     async def _on_error(self, error: Exception) -> None:
-        log.debug("NATS client error", error=repr(error))
+        text = repr(error)
+        if text != self._last_error:  # one for each try to connect again
+            log.warning("NATS client error", error=text)
+        self._last_error = text
 
 
 __all__ = [

@@ -9,9 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import nats.errors
 import structlog
-from nats.js.errors import APIError
 from prometheus_client import Counter
 
 from contracts import topology
@@ -72,14 +70,14 @@ class GarbageCollector(Generic[S, T]):
         return await self.collect(bus, objects, settings)
 
     async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
-        """Collect every ``every_s`` until cancelled. A failure is logged, counted and tried again."""
+        """Collect every ``every_s`` until cancelled. Any failure is logged, counted and tried again."""
         while True:
             await asyncio.sleep(every_s)
             try:
                 await self.run_exclusive(bus, objects, settings)
-            except (ValueError, TransientError, TimeoutError, OSError, nats.errors.Error, APIError) as error:
+            except Exception as error:
                 self.runs.labels("failed").inc()
-                log.error("garbage was not collected", reason=str(error))
+                log.error("garbage was not collected", reason=str(error) or repr(error), exc_info=error)
 
     async def run_once(self, settings: S) -> str:
         """Collect once over a connection of its own; return a summary."""

@@ -30,7 +30,6 @@ from trainbus.trainer.deferred_storage import (
     Geometry,
     Operation,
     StorageView,
-    preserve_random_state,
 )
 
 #: Smaller tensors are not deferred.
@@ -88,7 +87,7 @@ class DeferredModel:
         storage = self._find(parameter)
         if storage is None:
             return parameter.detach()
-        with torch.no_grad(), preserve_random_state():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return storage.materialize(Geometry.of(parameter))
 
     def _find(self, tensor: Tensor) -> DeferredStorage | None:
@@ -287,12 +286,12 @@ class Deferral:
         if self._replayed > MAX_REPLAYED:
             raise DeferralError("the model reads its large tensors too often while it is built")
         keeps_state = operation.random_state is None
-        with torch.no_grad(), preserve_random_state() if keeps_state else nullcontext():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]) if keeps_state else nullcontext():
             return operation.run({})
 
     def compute(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method that reads tensors, with real ones in place of deferred ones."""
-        with _disable_current_modes(), torch.no_grad(), preserve_random_state():
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             return method(*tree_map(self._to_real, args), **tree_map(self._to_real, dict(kwargs)))
 
     def _to_real(self, leaf: Any) -> Any:
@@ -314,7 +313,7 @@ class Deferral:
         for tensor in tensors:
             if (storage := self.find(tensor)) is not None:
                 by_storage.setdefault(storage, []).append(tensor)
-        with torch.no_grad(), preserve_random_state():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for storage, sharers in by_storage.items():
                 if len(sharers) == 1:
                     _exchange(sharers[0], storage.materialize(Geometry.of(sharers[0])))

@@ -179,16 +179,6 @@ class DeferredStorage:
 
 
 @contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Set torch's generator on the host back to where it was."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-@contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     if dtype is before:

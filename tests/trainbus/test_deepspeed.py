@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from contracts.ranks import EndedLine
+from contracts.spec.training import Training
+from tests.trainbus.exact_gang import MODELS, Case, run_ranks
+from tests.trainbus.live_bytes import LiveBytes
 from tests.trainbus.support import (
     LINEAR_TASK,
     Gang,
@@ -22,8 +29,13 @@ from tests.trainbus.support import (
     write_launch,
     write_task,
 )
+from tests.trainbus.test_sharded_state import LAYER_BYTES, LAYERS, BatchNormModel, StackedTask, all_deferred  # noqa: F401
 from trainbus.data.dataset import Dataset
+from trainbus.trainer.checkpoint import find_weights
+from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.strategies.base import INITIAL_SCALE
+from trainbus.trainer.strategies.partitioned_build import PartitionedBuild
+from trainbus.trainer.world import World, seed_all
 
 pytestmark = pytest.mark.shell
 
@@ -146,6 +158,79 @@ def test_frozen_parameters(warm: Warm, tmp_path: Path, stage: int) -> None:
     assert model.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+ZERO3 = {"strategy": "deepspeed", "zero_stage": 3, "logical_ranks": None}
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_stage_3_begins_with_the_bits_of_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied and frozen weights, and buffers; initial values and saved ones. The optimizer's groups are those of ddp."""
+    models = ["gpt", "frozen", "normed"]
+    monkeypatch.setitem(MODELS, "normed", BatchNormModel)
+    torch.manual_seed(3)
+    for model in models:
+        saved = {name: tensor.clone() for name, tensor in MODELS[model]().state_dict().items()}
+        (tmp_path / model).mkdir()
+        save_file(saved, tmp_path / model / "model-0.safetensors")
+
+    def work(rules: dict[str, Any], world: World) -> dict[str, Any]:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        found: dict[str, Any] = {}
+        for model, is_saved in itertools.product(models, (False, True)):
+            case = Case(model, rules=rules)
+            seed_all(0, "model")
+            find = partial(find_weights, tmp_path / model) if is_saved else lambda model: {}
+            state = make_strategy(case, case.training(), world, find).state_entries()
+            for entry in state.tensors:
+                if entry.kind == "model" and (tensor := entry.fetch(0)()) is not None:
+                    found[f"{model} {is_saved} {entry.name}"] = tensor
+            found[f"{model} {is_saved} groups"] = state.groups
+        return found
+
+    [whole] = run_ranks(1, partial(work, {"strategy": "ddp"}))
+    found, *_ = run_ranks(3, partial(work, ZERO3))
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
+class ListedTask(StackedTask):
+    """Its model has a list of its weights, for the optimizer."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.listed = list(model.parameters())
+        return model
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.listed)
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_stage_3_builds_with_memory_for_a_part_and_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(ListedTask().model().state_dict(), tmp_path / "model-0.safetensors")
+    training = Training.model_validate({"max_steps": 1, **ZERO3})
+    plain = PartitionedBuild.partition
+
+    def work(world: World) -> list[int]:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        peaks: list[int] = []
+
+        def partition(build: PartitionedBuild, *arguments: Any) -> None:
+            plain(build, *arguments)
+            # Behind it, DeepSpeed copies the rank's part, and makes a bucket for gradients of a size of its own.
+            peaks.append(live.peak_bytes)
+
+        monkeypatch.setattr(PartitionedBuild, "partition", partition)
+        for find in (lambda model: {}, partial(find_weights, tmp_path)):
+            with LiveBytes() as live:
+                make_strategy(ListedTask(), training, world, find)
+        return peaks
+
+    part_bytes = LAYERS * LAYER_BYTES // 3
+    for peaks in run_ranks(3, work):
+        assert [part_bytes < peak_bytes <= part_bytes + 3 * LAYER_BYTES for peak_bytes in peaks] == [True, True]
 
 
 def test_a_group_without_trained_parameters_is_refused(warm: Warm, tmp_path: Path) -> None:

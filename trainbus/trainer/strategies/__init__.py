@@ -25,6 +25,12 @@ def make_strategy(
         from trainbus.trainer.strategies.fsdp2 import FSDP2Strategy
 
         return FSDP2Strategy(task, build_deferred(task.model), training, world, find_weights)
+    if training.strategy == "deepspeed" and training.zero_stage == 3:
+        from trainbus.trainer.strategies.deepspeed import DeepSpeedStrategy
+        from trainbus.trainer.strategies.partitioned_build import PartitionedBuild
+
+        build = PartitionedBuild(build_deferred(task.model), find_weights, world.device)
+        return DeepSpeedStrategy(task, build.module, training, world, build)
     model = task.model()
     load_weights(find_weights(model), model)
     model.to(world.device)

@@ -26,6 +26,7 @@ from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
+from trainbus.trainer.strategies.partitioned_build import PartitionedBuild
 from trainbus.trainer.training_state import Kind, StateEntry, local_entries
 from trainbus.trainer.world import World
 
@@ -59,7 +60,15 @@ class DeepSpeedStrategy(Strategy):
 
     holds_whole_state = False
 
-    def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        training: Training,
+        world: World,
+        build: PartitionedBuild | None = None,
+    ) -> None:
+        """``build``: of the model, where its weights are to be partitioned here (stage 3)."""
         deepspeed = import_deepspeed(world.device)
         super().__init__(task, model, training, world)
         self._stage = training.zero_stage
@@ -90,6 +99,9 @@ class DeepSpeedStrategy(Strategy):
         if world.gpu is not None:
             # DeepSpeed takes the GPU of this number, although a rank on a MIG slice sees but one.
             os.environ["LOCAL_RANK"] = str(world.gpu.index)
+        if build is not None:
+            deepspeed.init_distributed(dist.get_backend(), dist_init_required=False)
+            build.partition(deepspeed, config)
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=self._loss, optimizer=self.optimizer, config=config, dist_init_required=False
         )

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from contracts.events.run import RunPlaced
 from services.kit.socket_files import socket_path
-from services.worker.local_files import write_atomically
+from services.worker.local_files import remove_spare_space, write_atomically, write_if_space
 
 log = structlog.get_logger(__name__)
 
@@ -124,6 +124,7 @@ class GenerationFiles:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for ring in self.folder.glob("*.ring"):
             ring.unlink(missing_ok=True)
+        remove_spare_space(self.folder)
 
 
 class RunFolders:
@@ -148,7 +149,7 @@ class RunFolders:
 
     def mark_ended(self, run_id: str) -> None:
         """Note that the run has ended."""
-        write_atomically(self._folder / run_id / ENDED_MARKER, "")
+        write_if_space(self._folder / run_id / ENDED_MARKER, "")
 
     def placements(self) -> Iterator[tuple[PlacementRecord, GenerationFiles]]:
         """Read the placements of earlier lives. One that cannot be read is set aside."""

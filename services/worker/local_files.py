@@ -1,20 +1,138 @@
-"""Files on this node, written whole or not at all."""
+"""Files on this node, written whole or not at all; and what a full disk costs: checkpoints and reports, but no run."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from contracts.disk_space import DISK_FULL
+
+#: Bytes of a block, as ``st_blocks`` counts them.
+BLOCK_BYTES = 512
+#: What is set aside for one small file, and the names of such files.
+SPARE_BYTES, SPARE = 8192, "spare.*"
+#: Seconds between two messages about one full disk.
+MESSAGE_INTERVAL_S = 600.0
+#: When the log last had one, by the device's number.
+_logged_at: dict[int, float] = {}
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path``; a reader sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace ``path``; a reader sees the old content or the new.
+
+    On a full disk, JSON is written over the old content, where that has enough blocks: a reader at the same time may
+    find half of each. What is new takes space that ``set_aside_space`` holds in its folder.
+
+    Raises:
+        OSError: also where a full disk has no space (``DISK_FULL``); the old content stays.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        _replace(path, data)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _log_full_disk(path)
+        if _overwrite(path, data):
+            return
+        if not _release_space(path.parent):
+            raise
+        _replace(path, data)
+
+
+def write_if_space(path: Path, content: str | bytes) -> bool:
+    """Replace ``path`` with what runs can do without; return False where a full disk has no space."""
+    is_written = False
+    with suppress_full_disk():
+        write_atomically(path, content)
+        is_written = True
+    return is_written
+
+
+def set_aside_space(folder: Path, count: int) -> None:
+    """Hold disk space for ``count`` small files that are written to the folder later.
+
+    Raises:
+        OSError: there is none.
+    """
+    for number in range(count):
+        with (folder / SPARE.replace("*", str(number))).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+
+
+def remove_spare_space(folder: Path) -> None:
+    """Give back what ``set_aside_space`` holds in the folder."""
+    while _release_space(folder):
+        pass
+
+
+@contextmanager
+def suppress_full_disk() -> Iterator[None]:
+    """Suppress the errors of a full disk in the block: it costs what is written there, and no run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+
+
+def _replace(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _overwrite(path: Path, data: bytes) -> bool:
+    """Write JSON over a file in the blocks that it has; return whether it has enough of them."""
+    if path.suffix != ".json":
+        return False
+    try:
+        with path.open("r+b", buffering=0) as file:
+            before = file.read()
+            if len(data) > os.fstat(file.fileno()).st_blocks * BLOCK_BYTES:
+                return False
+            # In one call, which the end of this process does not interrupt within a page; blanks may follow JSON.
+            if os.pwrite(file.fileno(), data.ljust(len(before)), 0) >= len(data):
+                return True
+            os.pwrite(file.fileno(), before, 0)
+    except OSError:
+        pass
+    return False
+
+
+def _release_space(folder: Path) -> bool:
+    """Remove a file that holds space in the folder; return whether there was one."""
+    for path in folder.glob(SPARE):
+        with suppress(FileNotFoundError):
+            path.unlink()
+            return True
+    return False
+
+
+def _log_full_disk(path: Path) -> None:
+    import structlog  # not by the guard of the ranks, which is to start quickly
+
+    with suppress(OSError):
+        device, now = os.stat(path.parent).st_dev, time.monotonic()
+        if now - _logged_at.get(device, -MESSAGE_INTERVAL_S) >= MESSAGE_INTERVAL_S:
+            _logged_at[device] = now
+            structlog.get_logger(__name__).error(
+                "the disk is full: runs go on, without checkpoints and without what they report",
+                path=str(path),
+                next_step="free space there, or give the node a larger disk (TRAINBUS_DATA_DIR, TRAINBUS_CACHE_DIR)",
+            )
 
 
 def read_json(path: Path) -> Any:
@@ -34,8 +152,12 @@ def link_or_copy(source: Path, target: Path) -> None:
         return
     except OSError:
         partial = target.with_name(f".{target.name}.partial")
-        shutil.copyfile(source, partial)
-        partial.replace(target)
+        try:
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def relative_path(name: str) -> PurePosixPath:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from contracts.machine_limits import MemoryUse
 from contracts.ranks import CheckpointLine, StartedLine
+from tests.small_disk import file_system
 from tests.trainbus.support import Warm, exact_dataset, journal, write_exact_code
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start, start_run
 from tests.trainbus.test_exact_training import CODE
@@ -38,17 +37,6 @@ def whole(warm: Warm, tmp_path_factory: pytest.TempPathFactory, dataset: Dataset
     gang = start(warm, folder, dataset, 2, 1, folder / "none")
     assert gang.wait() == [0, 0], gang.logs()
     return digests(folder)
-
-
-@contextmanager
-def file_system(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of this size; skip the test where that is not permitted."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from services.worker.agent.node_lease import NodeLease
 from services.worker.checkpoints.blob_repair import BlobRepairer
 from services.worker.core.node_decisions import running_generations
 from services.worker.data_dir import DataDirLock, DataDirLockedError, RunFolders
-from services.worker.local_files import read_json, write_atomically
+from services.worker.local_files import read_json, write_if_space
 from services.worker.node_context import NodeContext
 from services.worker.notices.notice import NodeNotices, Notice
 from services.worker.retry import retry_transient
@@ -280,7 +280,7 @@ class Agent:
 
     async def _save(self) -> None:
         self._stored.incarnation = self._generations.state.incarnation or self._stored.incarnation
-        await run_in_thread(write_atomically, self._state_file, self._stored.model_dump_json())
+        await run_in_thread(write_if_space, self._state_file, self._stored.model_dump_json())
 
     # -- leave --------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from services.worker.core.node_decisions import Decision, LocalGeneration, NodeS
 from services.worker.data_dir import PlacementRecord, RunFolders
 from services.worker.generation.runner import GenerationRunner, ReportUnfit
 from services.worker.launch.processes import read_processes
+from services.worker.local_files import suppress_full_disk
 from services.worker.node_context import NodeContext
 
 log = structlog.get_logger(__name__)
@@ -218,7 +219,8 @@ class GenerationSupervisor:
             causation_id=envelope.id,
             traceparent=envelope.traceparent,
         )
-        files.write_placement(record)
+        with suppress_full_disk():  # the launch needs the file, and its failure is reported
+            files.write_placement(record)
         runner = self._add_runner(record)
         if self._is_leaving:
             runner.stop(0, LEAVING)

@@ -130,8 +130,7 @@ class NodeTerm:
             await run_in_thread(self._write, term)  # a disk may be busy for long
 
     def _write(self, term: Term) -> None:
-        if not self._is_closed:
-            self._file.write(term)
+        if not self._is_closed and self._file.write(term):
             self._term = term
 
     @property

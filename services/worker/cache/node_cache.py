@@ -27,7 +27,7 @@ from services.worker.cache.dataset_view import DatasetView, ShardError
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import shard_path
-from services.worker.local_files import link_or_copy, relative_path
+from services.worker.local_files import link_or_copy, relative_path, suppress_full_disk
 
 log = structlog.get_logger(__name__)
 
@@ -234,9 +234,13 @@ class NodeCache:
             raise CacheError(f"the manifest {uri} cannot be used: {error!r}") from error
 
     def add_checkpoint_file(self, path: Path, file: CheckpointFile) -> None:
-        """Add a file that this node wrote and hashed: a generation that resumes here need not fetch it."""
-        link_or_copy(path, self.files.blob(file.sha256))
-        self.files.chunks.add(file)
+        """Add a file that this node wrote and hashed: a generation that resumes here need not fetch it.
+
+        On a full disk it is not added.
+        """
+        with suppress_full_disk():
+            link_or_copy(path, self.files.blob(file.sha256))
+            self.files.chunks.add(file)
 
     async def _restore(self, files: Iterable[CheckpointFile], pins: CachePins) -> None:
         """Have the files whole, from the chunks that are here and those in the store."""

@@ -35,7 +35,7 @@ from services.worker.core.output_versions import (
 )
 from services.worker.core.rank_environment import is_command
 from services.worker.launch.executor import log_path
-from services.worker.local_files import read_json, write_atomically
+from services.worker.local_files import read_json, suppress_full_disk, write_if_space
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.open_files import ScriptEndedError, check_scripts_run, find_written_files, has_writer
 from services.worker.settings import WorkerSettings
@@ -545,7 +545,7 @@ class OutputKeeper:
         return self._folder / "checkpoints" / f"kept_{step}"
 
     def _save(self) -> None:
-        write_atomically(self._path, self._state.model_dump_json())
+        write_if_space(self._path, self._state.model_dump_json())
 
     def _warn(self, text: str) -> None:
         """Write a problem into the run's own log, once."""
@@ -573,7 +573,7 @@ def describe_unkept(working_folder: Path | None, since: float) -> str:
 def write_to_log(folder: Path, text: str, rank: int = 0) -> None:
     """Append a line of trainbus to a rank's output: its reader is the author of the script."""
     log.info("wrote to the run's output", text=text)
-    with log_path(folder, rank).open("ab") as output:
+    with suppress_full_disk(), log_path(folder, rank).open("ab") as output:
         output.write(f"trainbus: {text}\n".encode())
 
 

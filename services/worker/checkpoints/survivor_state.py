@@ -22,6 +22,7 @@ from pathlib import Path
 import structlog
 
 from contracts.disk_space import measure_folder
+from services.worker.local_files import suppress_full_disk
 
 log = structlog.get_logger(__name__)
 
@@ -165,9 +166,10 @@ def save_survivor_checkpoints(generation_folder: Path, may_commit: Callable[[int
         if found is None or not may_commit(int(found[1])):
             shutil.rmtree(path, ignore_errors=True)
     target = survivor_dir(generation_folder.parent) / generation_folder.name
-    target.parent.mkdir(exist_ok=True)
-    if any(written.iterdir()):
-        os.rename(written, target)
+    with suppress_full_disk():
+        target.parent.mkdir(exist_ok=True)
+        if any(written.iterdir()):
+            os.rename(written, target)
 
 
 def remove_survivor_checkpoints(run_folder: Path, before: int | None = None) -> None:

@@ -154,12 +154,12 @@ class RankGroup:
         try:
             for spec in specs:
                 started.append(await self._executor.start(spec, self._folder, cwd, start_before))
+            write_atomically(processes_path(self._folder), json.dumps([asdict(each) for each in started]))
         except BaseException:
             self._processes = started
             await self.sweep()
             raise
         self._processes = started
-        write_atomically(processes_path(self._folder), json.dumps([asdict(each) for each in started]))
         log.info("ranks started", pids=[each.pid for each in started])
 
     async def wait_until_ended(self, control: ControlSocket, tasks: Sequence[Task[None]], *, listens: bool) -> None:

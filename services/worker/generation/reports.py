@@ -18,7 +18,7 @@ from services.worker.core.failure_reason import FailureReason, explain_exit
 from services.worker.core.journal import RankState
 from services.worker.core.rank_exits import Exit, find_cause, is_infrastructure_failure
 from services.worker.data_dir import GenerationFiles
-from services.worker.local_files import read_json, write_atomically
+from services.worker.local_files import read_json, write_if_space
 from services.worker.ranks.journal_follower import Publish
 from services.worker.retry import retry_transient
 
@@ -147,9 +147,12 @@ class ReportPublisher:
     ) -> None:
         """``is_published``: whether the stream has this very fact already."""
         self._files, self._publish, self._is_published = files, publish, is_published
+        self._written: Report | None = None
 
     def read(self) -> Report | None:
-        """Return the report that an earlier life of the agent wrote."""
+        """Return the report that was written, by an earlier life of the agent perhaps."""
+        if self._written is not None:
+            return self._written
         stored = read_json(self._files.report)
         if stored is None:
             return None
@@ -165,8 +168,9 @@ class ReportPublisher:
 
     def write(self, report: Report) -> None:
         """Make the report durable."""
+        self._written = report
         stored = {"kind": report.fact, "fact": report.model_dump(mode="json")}
-        write_atomically(self._files.report, json.dumps(stored))
+        write_if_space(self._files.report, json.dumps(stored))
 
     async def publish(self, report: Report) -> None:
         """Publish the report, however long the bus is away."""
@@ -177,7 +181,7 @@ class ReportPublisher:
 
     def mark_done(self, outcome: str) -> None:
         """Note that nothing remains to be done for the generation."""
-        write_atomically(self._files.done, json.dumps({"outcome": outcome}))
+        write_if_space(self._files.done, json.dumps({"outcome": outcome}))
         metrics.PLACEMENTS.labels(outcome).inc()
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from services.kit.clock import boot_s
 from services.worker.launch.lease_term import read_boot_id
 from services.worker.launch.rank_guard import SIGNALS_NAME
-from services.worker.local_files import read_json, write_atomically
+from services.worker.local_files import read_json, write_if_space
 
 #: Seconds between two polls of ranks and checkpoints. Changes wake the loop at once; polls find those without an event.
 POLL_S = 0.05
@@ -104,7 +104,7 @@ class GenerationRequests:
 
     def _store(self, request: StopRequest) -> None:
         self.stop = request
-        write_atomically(self._path, request.model_dump_json())
+        write_if_space(self._path, request.model_dump_json())
 
     def settle_checkpoint(self, step: int, committed: bool) -> None:
         """Note that the checkpoint of a step is committed, or was refused."""

@@ -58,7 +58,7 @@ from services.worker.generation.requests import POLL_S, GenerationDropped, Gener
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError, is_refused_by_exec
 from services.worker.launch.mlflow_plugin import find_mlflow_uri
 from services.worker.launch.package_environment import PackagesError
-from services.worker.local_files import read_json, write_atomically
+from services.worker.local_files import read_json, set_aside_space, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
 from services.worker.node.inventory import find_mps_pipe
 from services.worker.node_context import NodeContext
@@ -74,6 +74,8 @@ T = TypeVar("T")
 CRASH_UPLOAD_S = 20.0
 #: Seconds, at least, for what finished ranks left, checkpoint and artifacts, to be stored, however short the grace is.
 FINISHED_UPLOAD_S = 10.0
+#: How many small files say how a generation ends: the request to stop, the signals, the report, and that it is done.
+SMALL_FILES = 4
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 
@@ -348,10 +350,10 @@ class GenerationRunner:
         start_before = self._context.term.start_before()
         if start_before is None:
             raise GenerationFailure(f"the lease of node {self.member.node_id} is over", infrastructure=True)
-        write_atomically(self.files.launch, self._launch_of(inputs).model_dump_json())
         environment = self._node_environment(inputs)
         specs = build_process_specs(self.placed, self.member, self._context.environment, environment)
         try:
+            self._write_launch(inputs)
             await self._group.start(specs, inputs.code_folder or self.files.folder, start_before)
         except (RankStartError, OSError, ValueError) as error:
             if is_refused_by_exec(error):
@@ -359,6 +361,15 @@ class GenerationRunner:
                 raise GenerationFailure(reason, infrastructure=False, permanent=True) from error
             reason = f"node {self.member.node_id} could not start the ranks: {error}"
             raise GenerationFailure(reason, infrastructure=True) from error
+
+    def _write_launch(self, inputs: GenerationInputs) -> None:
+        """Write what a later life of the agent needs to find the ranks, and hold space for how they end."""
+        self.files.write_placement(self.record)
+        set_aside_space(self.files.run_folder, 1)
+        set_aside_space(self.files.folder, SMALL_FILES)
+        if self._survivors.is_resumable:
+            survivor_dir(self.files.run_folder).mkdir(exist_ok=True)
+        write_atomically(self.files.launch, self._launch_of(inputs).model_dump_json())
 
     def _launch_of(self, inputs: GenerationInputs) -> Launch:
         placed, survivors = self.placed, self._survivors

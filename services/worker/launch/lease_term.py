@@ -14,12 +14,14 @@ over stays over: later renewals save no rank, and nothing is started before all 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 from services.kit.clock import boot_s
+from services.worker.local_files import write_if_space
 
 STOP_SHARE = 0.65
 GUARD_SHARE = 0.72
@@ -59,17 +61,20 @@ class TermFile:
 
     def read(self) -> Term | None:
         """Return the term; None without one of this boot of the machine: then no rank of it is alive."""
-        with suppress(FileNotFoundError, ValueError, TypeError):  # a machine that lost power leaves an empty file
-            term = Term(**json.loads(self._path.read_bytes()))
-            return term if term.boot_id == read_boot_id() else None
+        for attempt in range(3):
+            try:
+                term = Term(**json.loads(self._path.read_bytes()))
+                return term if term.boot_id == read_boot_id() else None
+            except FileNotFoundError:
+                return None
+            except (ValueError, TypeError):
+                # A machine that lost power leaves an empty file; on a full disk the agent may just be writing over it.
+                time.sleep(0.001 * attempt)
         return None
 
-    def write(self, term: Term) -> None:
-        """Replace the term."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text(json.dumps(asdict(term)))
-        partial.replace(self._path)
+    def write(self, term: Term) -> bool:
+        """Replace the term; return False where a full disk has no space for it."""
+        return write_if_space(self._path, json.dumps(asdict(term)))
 
     def mark_over(self) -> bool:
         """Mark the term as over, unless it has just been extended; return whether it is.

@@ -23,7 +23,7 @@ from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
 from services.worker.core.metric_patterns import Pattern, match_patterns
-from services.worker.local_files import write_atomically
+from services.worker.local_files import write_if_space
 from services.worker.ranks.ring_reader import RingReader
 from services.worker.retry import retry_transient
 
@@ -108,8 +108,13 @@ class JournalFollower:
         """Save the state. Replacing a file can take as long as the disk is busy with checkpoints."""
         async with self._saving:
             content = self.state.model_dump_json()
+            # Blanks, in whose place the state can grow when the disk is full.
+            content = content.ljust(2 * len(content))
             published = {rank: state.ring_start for rank, state in self.state.ranks.items()}
-            await run_in_thread(write_atomically, self._path, content)
+            if not await run_in_thread(write_if_space, self._path, content):
+                # What is read goes on being published. Should the agent end before the disk has space, it reads from
+                # older offsets: lines may be published twice, and points be lost.
+                return
             for rank, ring in self._rings.items():
                 # Only now: after a crash, records that were being published are read again.
                 ring.release(published[rank])

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from contracts.ranks import EXIT_SPARE
+
 #: The file that the exit code goes to. Set in ranks forked from a warm process, which may have ended by then; a shell
 #: writes the code of a rank that it started.
 exit_file: Path | None = None
@@ -25,7 +27,8 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def write_exit_file(path: Path, code: int) -> None:
-    """Write ``code`` so that a reader sees all of it or nothing."""
+    """Write ``code`` so that a reader sees all of it or nothing, also on a full disk."""
+    path.with_name(path.name + EXIT_SPARE).unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(f"{code}\n")
     temporary.replace(path)

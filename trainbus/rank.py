@@ -35,6 +35,7 @@ from trainbus.data.reader import DatasetError
 from trainbus.data.shard_prefetch import ShardPrefetcher
 from trainbus.data.workers import WorkerPool
 from trainbus.process_exit import hard_exit
+from trainbus.rank_output import drop_output_on_full_disk
 from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
@@ -247,6 +248,7 @@ def _is_permanent(error: BaseException) -> bool:
 def main(run: Callable[[Mapping[str, str]], int] = run) -> None:
     """Run, and end the process in any case: a rank must never hang in a teardown."""
     code = EXIT_FAILED
+    drop_output_on_full_disk()
     try:
         code = run(os.environ)
     except BaseException:

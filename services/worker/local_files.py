@@ -62,8 +62,17 @@ def set_aside_space(folder: Path, count: int) -> None:
         OSError: there is none.
     """
     for number in range(count):
-        with (folder / SPARE.replace("*", str(number))).open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+        hold_space(folder / SPARE.replace("*", str(number)))
+
+
+def hold_space(path: Path) -> None:
+    """Make a file that holds disk space for a small one, which takes it once this one is removed.
+
+    Raises:
+        OSError: there is none.
+    """
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
 
 def remove_spare_space(folder: Path) -> None:

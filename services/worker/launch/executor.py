@@ -21,12 +21,13 @@ import psutil
 import structlog
 
 import contracts
-from contracts.ranks import LAUNCH_VARIABLE
+from contracts.ranks import EXIT_SPARE, LAUNCH_VARIABLE
 from services.kit.clock import boot_s
 from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 from services.worker import metrics
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.processes import RankProcess, find_sessions, kill_processes
+from services.worker.local_files import hold_space
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,8 @@ PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
 #: for long since it decided to.
 WRAPPER = (
     'if [ -n "$1" ]; then read -r up _ < /proc/uptime && [ "${up%.*}${up#*.}" -lt "$1" ] || exit 75; fi; shift; '
-    'trap : TERM INT; "$@"; code=$?; echo $code > "$TRAINBUS_EXIT.tmp" && mv "$TRAINBUS_EXIT.tmp" "$TRAINBUS_EXIT"'
+    'trap : TERM INT; "$@"; code=$?; rm -f "$TRAINBUS_EXIT.spare"; '
+    'echo $code > "$TRAINBUS_EXIT.tmp" && mv "$TRAINBUS_EXIT.tmp" "$TRAINBUS_EXIT"'
 )
 
 
@@ -130,6 +132,8 @@ class ProcessExecutor:
     async def start(
         self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None = None
     ) -> RankProcess:
+        exit_file = exit_path(folder, start.rank)
+        hold_space(exit_file.with_name(exit_file.name + EXIT_SPARE))
         pid = await self._fork(start, folder, cwd, start_before)
         way = "cold" if pid is None else "warm"
         if pid is None:

@@ -479,6 +479,7 @@ class Bus:
     async def _on_reconnected(self) -> None:
         metrics.CONNECTED.set(1)
         metrics.RECONNECTS.inc()
+        self._last_error = ""
         log.info("reconnected to NATS")
 
     async def _on_disconnected(self) -> None:

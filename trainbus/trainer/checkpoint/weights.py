@@ -96,6 +96,17 @@ def load_weights(weights: Weights, model: nn.Module) -> None:
         model.load_state_dict(batch, strict=False)
 
 
+def load_except(weights: Weights, model: nn.Module, is_left_out: Callable[[Tensor], bool]) -> dict[int, ReadableTensor]:
+    """Load the tensors of ``model`` that are not left out; return what the others are loaded from, by their ids.
+
+    By their ids, as a tied one has more than one name.
+    """
+    present = model.state_dict(keep_vars=True)
+    left_out = {name: saved for name, saved in weights.items() if is_left_out(present[name])}
+    load_weights({name: saved for name, saved in weights.items() if name not in left_out}, model)
+    return {id(present[name]): saved for name, saved in left_out.items()}
+
+
 def _find_averages(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> Weights:
     averages = _without(open_tensors(folder, "ema"), exclude)
     # A tied weight has more names in the model's state than it has averages.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer.chained_optimizer import make_optimizer
-from trainbus.trainer.checkpoint.weights import Weights, WeightSource, load_weights
+from trainbus.trainer.checkpoint.weights import WeightSource, load_except
 from trainbus.trainer.deferred_model import DeferredModel
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.exchange import BufferPool, PeerLink, TreeExchange
@@ -252,21 +252,13 @@ def shard_model(
     module._apply(  # type: ignore[no-untyped-call]
         lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor
     )
-    saved = _load_unsharded(weights, module)
+    saved = load_except(weights, module, lambda tensor: isinstance(tensor, DTensor))
     for name, parameter in module.named_parameters():
         if (found := saved.get(id(parameter))) is None and model.is_deferred(initial[name]):
             found = MemoryTensor(model.materialize(initial[name]))
         if found is not None:
             _local(parameter.detach()).copy_(_read_shard(found, parameter))
     return module
-
-
-def _load_unsharded(weights: Weights, module: nn.Module) -> dict[int, ReadableTensor]:
-    """Load the buffers; return what the sharded parameters are loaded from, by their ids: a tied one has two names."""
-    present = module.state_dict(keep_vars=True)
-    sharded = {name: saved for name, saved in weights.items() if isinstance(present[name], DTensor)}
-    load_weights({name: saved for name, saved in weights.items() if name not in sharded}, module)
-    return {id(present[name]): saved for name, saved in sharded.items()}
 
 
 def _list_sharded(model: nn.Module) -> list[FSDPModule]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainbus.trainer.checkpoint.weights import WeightSource, load_weights
+from trainbus.trainer.checkpoint.weights import WeightSource, load_except
 from trainbus.trainer.deferred_model import DeferredModel
 
 
@@ -27,10 +27,7 @@ class PartitionedBuild:
         #: The deferred contents of parameters, by their ids.
         self._deferred = place_stand_ins(model, device)
         self.module.to(device)
-        present = self.module.state_dict(keep_vars=True)
-        is_weight = {name: isinstance(present[name], nn.Parameter) for name in weights}
-        self._saved = {id(present[name]): saved for name, saved in weights.items() if is_weight[name]}
-        load_weights({name: saved for name, saved in weights.items() if not is_weight[name]}, self.module)
+        self._saved = load_except(weights, self.module, lambda tensor: isinstance(tensor, nn.Parameter))
 
     def partition(self, deepspeed: Any, config: Mapping[str, Any]) -> None:
         """Leave each rank its part of each weight; every rank calls it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tarfile
 from pathlib import Path
@@ -10,6 +11,8 @@ from services.kit.code_package import UNPACKING_ERRORS, PackageError, describe_o
 from services.kit.store.files import is_inside
 
 GIB = 2**30
+#: Numbers of the errors that the names in a package cause; None: gzip's own. The machine is at fault for all others.
+PACKAGE_ERRNOS = (None, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 
 
 def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: int = 20_000) -> None:
@@ -17,6 +20,7 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
 
     Raises:
         PackageError: the package is refused; there is no folder then.
+        OSError: it cannot be written here, on a full disk for example.
     """
     shutil.rmtree(folder, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -26,6 +30,8 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
         _extract(package, partial, max_bytes, max_files)
         partial.replace(folder)
     except UNPACKING_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in PACKAGE_ERRNOS:
+            raise
         raise PackageError(
             f"the code package cannot be unpacked: {error}. It must be a whole gzipped tar: "
             "upload it with `trainbus submit`, or make it with `tar czf`"

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from contracts.disk_space import DISK_FULL
 from services.kit.code_package import PackageError
 from services.kit.package_files import unpack_package
+from tests.small_disk import file_system, fill
 from tests.worker.conftest import package
 
 
@@ -67,3 +69,14 @@ def test_valid_package_replaces_the_folder(tmp_path: Path) -> None:
     file.write_bytes(package({"task.py": b"x = 1", "lib/a.py": b""}))
     unpack_package(file, folder)
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["lib", "lib/a.py", "task.py"]
+
+
+def test_a_full_disk_is_not_the_package_s_fault(tmp_path: Path) -> None:
+    file = tmp_path / "package"
+    file.write_bytes(package({"task.py": b"x" * 10_000}))
+    with file_system(tmp_path / "disk", "1m") as disk:
+        fill(disk)
+        with pytest.raises(OSError, match="No space left") as caught:
+            unpack_package(file, disk / "code")
+        assert caught.value.errno in DISK_FULL
+        assert not (disk / "code").exists()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from contracts.disk_space import DISK_FULL
 from contracts.spec.run import Packages
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.worker.core.requirement_lock import explain_error, is_transient, parse_lock, redact
 from services.worker.launch.package_environment import PackageEnvironments, PackagesError, find_requirements
 from services.worker.launch.uv_process import has_no_index, installer_environment
+from tests.small_disk import file_system, fill
 from tests.worker.wheels import offline_environment, write_wheel
 
 pytestmark = pytest.mark.shell
@@ -100,6 +103,16 @@ async def test_requirements_are_installed_with_what_they_need(node: Node) -> Non
     assert folder is not None
     assert (imported_version(folder, "smile"), imported_version(folder, "grin")) == ("1.0", "1.1")
     assert not list(folder.parent.glob(".*"))
+
+
+async def test_a_full_disk_is_not_the_project_s_fault(tmp_path: Path, wheels: Path, objects: MemoryObjects) -> None:
+    with file_system(tmp_path / "disk", "1m") as disk:
+        node = Node(disk / "node", objects, wheels)
+        filler = fill(disk)
+        os.truncate(filler, filler.stat().st_size - 12 * 1024)  # enough to begin
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            await node.prepare({"requirements.txt": "smile\n"})
+        assert caught.value.errno in DISK_FULL
 
 
 async def test_two_versions_lie_side_by_side_and_equal_locks_are_shared(node: Node) -> None:

@@ -29,7 +29,7 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
 from services.worker import metrics
 from services.worker.core.prefetch_schedule import CachedShard
-from services.worker.local_files import write_atomically
+from services.worker.local_files import write_atomically, write_if_space
 
 log = structlog.get_logger(__name__)
 
@@ -184,7 +184,7 @@ class ShardFiles:
             # The noted hash may be the wrong one.
             if _hash(path)[0] != shard.sha256:
                 return False
-            write_atomically(_with_suffix(path, ".json"), json.dumps({"xxh3": fast}))
+            write_if_space(_with_suffix(path, ".json"), json.dumps({"xxh3": fast}))
         except OSError as error:
             log.warning("a cached shard cannot be read", shard=shard.path, error=str(error))
             return False

@@ -28,9 +28,10 @@ TRANSIENT_SIGNS = (
     "tcp connect error",
     "dns error",
     "timed out",
-    "No space left",
     "Connection reset",
 )
+#: What the installer says when the disk is full.
+FULL_DISK_SIGN = "No space left on device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def find_line(reason: str, files: Mapping[str, str]) -> str:
 
 
 def is_transient(stderr: str) -> bool:
-    """Whether another attempt may succeed: the index was not reached, or the disk was full."""
+    """Whether another attempt may succeed: the index was not reached."""
     return NO_SOLUTION not in stderr and any(sign in stderr for sign in TRANSIENT_SIGNS)
 
 

@@ -9,6 +9,7 @@ a folder named by the hash of its lock, which precedes the node's packages on th
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ from services.kit.store.files import is_inside
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
 from services.worker.core.requirement_lock import (
+    FULL_DISK_SIGN,
     LockEntry,
     explain_error,
     find_unlocked,
@@ -139,6 +141,7 @@ class PackageEnvironments:
         Raises:
             PackagesError: the packages cannot be had.
             TransientError: the store was away for too long.
+            OSError: the disk is full.
         """
         if asked.source == "node":
             return None
@@ -334,6 +337,8 @@ class PackageEnvironments:
             return output
         log.warning("packages cannot be had", errors=redact(errors)[-2000:])
         reason = explain_error(errors, requirements.files)
+        if FULL_DISK_SIGN in errors:
+            raise OSError(errno.ENOSPC, f"{FULL_DISK_SIGN}: {reason}")
         if is_transient(errors):
             raise PackagesError(f"{reason}. Can this node reach the package index?", permanent=False)
         if re.search(r"\btorch\b", reason):

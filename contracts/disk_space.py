@@ -9,6 +9,8 @@ from pathlib import Path
 
 #: Numbers of the errors of a full disk, or of a share of it that is used up.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+#: Suffix of a file of blanks beside a small one that is to be: its content goes over them when the disk is full.
+SPARE = ".spare"
 
 
 def measure_folder(folder: Path) -> int:

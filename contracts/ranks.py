@@ -45,8 +45,6 @@ STOP_FILE_VARIABLE = "TRAINBUS_STOP_FILE"
 MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended as it should. Anything else is a failure.
 EXIT_DONE = 0
-#: Suffix of the file beside that of a rank's exit code: it holds the disk space that the code will take.
-EXIT_SPARE = ".spare"
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
 #: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
 PEER_LOST_SIGNS = (

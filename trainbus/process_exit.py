@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from contracts.ranks import EXIT_SPARE
+from contracts.disk_space import SPARE
 
 #: The file that the exit code goes to. Set in ranks forked from a warm process, which may have ended by then; a shell
 #: writes the code of a rank that it started.
@@ -28,7 +28,10 @@ def hard_exit(code: int) -> NoReturn:
 
 def write_exit_file(path: Path, code: int) -> None:
     """Write ``code`` so that a reader sees all of it or nothing, also on a full disk."""
-    path.with_name(path.name + EXIT_SPARE).unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(f"{code}\n")
-    temporary.replace(path)
+    spare = path.with_name(path.name + SPARE)
+    fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, f"{code}\n".encode())
+    finally:
+        os.close(fd)
+    spare.replace(path)

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from contracts.events.run import RunPlaced
 from services.kit.socket_files import socket_path
-from services.worker.local_files import remove_spare_space, write_atomically, write_if_space
+from services.worker.launch.rank_guard import SIGNALS_NAME, STOP_NAME
+from services.worker.local_files import hold_space, release_space, write_atomically, write_if_space
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +94,16 @@ class GenerationFiles:
         self.report = folder / "report.json"
         self.done = folder / "done.json"
 
+    def hold_space(self) -> None:
+        """Hold disk space for the files that say how the generation ends.
+
+        Raises:
+            OSError: there is none.
+        """
+        for path in (self.folder / STOP_NAME, self.folder / SIGNALS_NAME, self.report, self.done):
+            hold_space(path)
+        hold_space(self.run_folder / ENDED_MARKER)
+
     @property
     def is_launched(self) -> bool:
         """Whether ranks may have been started."""
@@ -124,7 +135,7 @@ class GenerationFiles:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for ring in self.folder.glob("*.ring"):
             ring.unlink(missing_ok=True)
-        remove_spare_space(self.folder)
+        release_space(self.folder)
 
 
 class RunFolders:

@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from contracts.disk_space import DISK_FULL
+from contracts.disk_space import DISK_FULL, SPARE
 
 #: Bytes of a block, as ``st_blocks`` counts them.
 BLOCK_BYTES = 512
-#: What is set aside for one small file, and the names of such files.
-SPARE_BYTES, SPARE = 8192, "spare.*"
+#: What is held for one small file.
+SPARE_BYTES = 4096
 #: Seconds between two messages about one full disk.
 MESSAGE_INTERVAL_S = 600.0
 #: When the log last had one, by the device's number.
@@ -27,7 +27,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path``; a reader sees the old content or the new.
 
     On a full disk, JSON is written over the old content, where that has enough blocks: a reader at the same time may
-    find half of each. What is new takes space that ``set_aside_space`` holds in its folder.
+    find half of each. What is new takes the space that ``hold_space`` holds for it.
 
     Raises:
         OSError: also where a full disk has no space (``DISK_FULL``); the old content stays.
@@ -39,11 +39,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         if error.errno not in DISK_FULL:
             raise
         _log_full_disk(path)
-        if _overwrite(path, data):
-            return
-        if not _release_space(path.parent):
+        if not _overwrite(path, data) and not take_held_space(path, data):
             raise
-        _replace(path, data)
 
 
 def write_if_space(path: Path, content: str | bytes) -> bool:
@@ -55,30 +52,36 @@ def write_if_space(path: Path, content: str | bytes) -> bool:
     return is_written
 
 
-def set_aside_space(folder: Path, count: int) -> None:
-    """Hold disk space for ``count`` small files that are written to the folder later.
-
-    Raises:
-        OSError: there is none.
-    """
-    for number in range(count):
-        hold_space(folder / SPARE.replace("*", str(number)))
-
-
 def hold_space(path: Path) -> None:
-    """Make a file that holds disk space for a small one, which takes it once this one is removed.
+    """Hold disk space for a small file that is written later, so that a full disk does not prevent it.
 
     Raises:
         OSError: there is none.
     """
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+    _spare_of(path).write_bytes(b" " * SPARE_BYTES)
 
 
-def remove_spare_space(folder: Path) -> None:
-    """Give back what ``set_aside_space`` holds in the folder."""
-    while _release_space(folder):
-        pass
+def take_held_space(path: Path, data: bytes) -> bool:
+    """Write a file into the space that ``hold_space`` holds for it; return whether that was enough."""
+    spare = _spare_of(path)
+    try:
+        with spare.open("r+b", buffering=0) as file:
+            if len(data) > os.fstat(file.fileno()).st_size:
+                return False
+            # Before anything is freed: others would take it.
+            if os.pwrite(file.fileno(), data, 0) < len(data):
+                return False
+            file.truncate(len(data))
+        spare.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def release_space(folder: Path) -> None:
+    """Give back the space that is held in the folder."""
+    for path in folder.glob(f"*{SPARE}"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -121,13 +124,8 @@ def _overwrite(path: Path, data: bytes) -> bool:
     return False
 
 
-def _release_space(folder: Path) -> bool:
-    """Remove a file that holds space in the folder; return whether there was one."""
-    for path in folder.glob(SPARE):
-        with suppress(FileNotFoundError):
-            path.unlink()
-            return True
-    return False
+def _spare_of(path: Path) -> Path:
+    return path.with_name(path.name + SPARE)
 
 
 def _log_full_disk(path: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.kit.clock import boot_s
 from services.worker.launch.lease_term import read_boot_id
-from services.worker.launch.rank_guard import SIGNALS_NAME
+from services.worker.launch.rank_guard import SIGNALS_NAME, STOP_NAME
 from services.worker.local_files import read_json, write_if_space
 
 #: Seconds between two polls of ranks and checkpoints. Changes wake the loop at once; polls find those without an event.
@@ -57,7 +57,7 @@ class GenerationRequests:
     """Requests to one generation. The agent makes them at any time; the runner reads them in every state."""
 
     def __init__(self, folder: Path, now: Callable[[], float] = boot_s) -> None:
-        self._path, self.now = folder / "stop.json", now
+        self._path, self.now = folder / STOP_NAME, now
         self.stop: StopRequest | None = None
         self.reload()
         self._settled: set[tuple[int, bool]] = set()

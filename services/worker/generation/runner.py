@@ -58,7 +58,7 @@ from services.worker.generation.requests import POLL_S, GenerationDropped, Gener
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError, is_refused_by_exec
 from services.worker.launch.mlflow_plugin import find_mlflow_uri
 from services.worker.launch.package_environment import PackagesError
-from services.worker.local_files import read_json, set_aside_space, write_atomically
+from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
 from services.worker.node.inventory import find_mps_pipe
 from services.worker.node_context import NodeContext
@@ -74,8 +74,6 @@ T = TypeVar("T")
 CRASH_UPLOAD_S = 20.0
 #: Seconds, at least, for what finished ranks left, checkpoint and artifacts, to be stored, however short the grace is.
 FINISHED_UPLOAD_S = 10.0
-#: How many small files say how a generation ends: the request to stop, the signals, the report, and that it is done.
-SMALL_FILES = 4
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 
@@ -365,8 +363,7 @@ class GenerationRunner:
     def _write_launch(self, inputs: GenerationInputs) -> None:
         """Write what a later life of the agent needs to find the ranks, and hold space for how they end."""
         self.files.write_placement(self.record)
-        set_aside_space(self.files.run_folder, 1)
-        set_aside_space(self.files.folder, SMALL_FILES)
+        self.files.hold_space()
         if self._survivors.is_resumable:
             survivor_dir(self.files.run_folder).mkdir(exist_ok=True)
         write_atomically(self.files.launch, self._launch_of(inputs).model_dump_json())

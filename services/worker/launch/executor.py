@@ -21,7 +21,7 @@ import psutil
 import structlog
 
 import contracts
-from contracts.ranks import EXIT_SPARE, LAUNCH_VARIABLE
+from contracts.ranks import LAUNCH_VARIABLE
 from services.kit.clock import boot_s
 from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 from services.worker import metrics
@@ -34,13 +34,13 @@ log = structlog.get_logger(__name__)
 #: The folder from which ranks import ``trainbus`` and ``contracts``.
 PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
 #: Writes the exit code where a restarted agent finds it. The shell survives a SIGTERM to the group, which the rank
-#: gets, too: it still has to write.
+#: gets, too: it still has to write, over the blanks that hold space for the code.
 #: It starts nothing after the uptime of its first argument, in hundredths of a second: the agent may have been stopped
 #: for long since it decided to.
 WRAPPER = (
     'if [ -n "$1" ]; then read -r up _ < /proc/uptime && [ "${up%.*}${up#*.}" -lt "$1" ] || exit 75; fi; shift; '
-    'trap : TERM INT; "$@"; code=$?; rm -f "$TRAINBUS_EXIT.spare"; '
-    'echo $code > "$TRAINBUS_EXIT.tmp" && mv "$TRAINBUS_EXIT.tmp" "$TRAINBUS_EXIT"'
+    'trap : TERM INT; "$@"; code=$?; '
+    'echo $code 1<> "$TRAINBUS_EXIT.spare" && mv "$TRAINBUS_EXIT.spare" "$TRAINBUS_EXIT"'
 )
 
 
@@ -132,8 +132,7 @@ class ProcessExecutor:
     async def start(
         self, start: ProcessSpec, folder: Path, cwd: Path, start_before: float | None = None
     ) -> RankProcess:
-        exit_file = exit_path(folder, start.rank)
-        hold_space(exit_file.with_name(exit_file.name + EXIT_SPARE))
+        hold_space(exit_path(folder, start.rank))
         pid = await self._fork(start, folder, cwd, start_before)
         way = "cold" if pid is None else "warm"
         if pid is None:

@@ -21,15 +21,16 @@ from typing import IO
 from services.kit.clock import boot_s
 from services.worker.launch.lease_term import Term, TermFile, read_boot_id
 from services.worker.launch.processes import find_processes, find_sessions, read_processes
+from services.worker.local_files import take_held_space
 
 #: Seconds between two looks at the term, and at the ranks while they end. Sleep does not count while the machine is
 #: suspended, so a longer one would come too late after that.
 POLL_S = 0.1
 #: Seconds to get the lock, which the agent takes for a moment to see whether there is a guard.
 LOCK_PATIENCE_S = 2.0
-#: The guard's own file in a generation's folder: when it signalled the ranks, and whether it killed them. Beside the
-#: request to stop, which the agent may write in the same moment.
-SIGNALS_NAME = "guard.json"
+#: The request to stop in a generation's folder, and the guard's own file beside it, as the agent may write the request
+#: in the same moment: when the guard signalled the ranks, and whether it killed them.
+STOP_NAME, SIGNALS_NAME = "stop.json", "guard.json"
 REASON = "the node's lease is over, and its agent did not stop the ranks"
 
 
@@ -81,7 +82,7 @@ class RankGuard:
 
     def _terminate(self, folder: Path, pids: Collection[int], grace_s: float) -> None:
         """Ask the ranks to end, unless the agent has: a second SIGTERM ends some scripts at once."""
-        stop = folder / "stop.json"
+        stop = folder / STOP_NAME
         if stop.exists():
             return
         _log(f"{folder}: {REASON}")
@@ -99,8 +100,8 @@ class RankGuard:
             self._killed.add(folder)
             _log(f"{folder}: killed {sorted(pids)}")
             _note_signal(folder, killed=True)
-            if not (folder / "stop.json").exists():
-                _write_json(folder / "stop.json", _stop_request(0.0))
+            if not (folder / STOP_NAME).exists():
+                _write_json(folder / STOP_NAME, _stop_request(0.0))
         for pid in pids:
             _signal(pid, signal.SIGKILL)
 
@@ -128,9 +129,13 @@ def _signal(pid: int, number: int) -> None:
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     partial = path.with_name(f".{path.name}.guard")
-    with suppress(OSError):  # a full disk must not keep the ranks alive
-        partial.write_text(json.dumps(content))
+    data = json.dumps(content).encode()
+    try:
+        partial.write_bytes(data)
         partial.replace(path)
+    except OSError:  # a full disk must not keep the ranks alive
+        partial.unlink(missing_ok=True)
+        take_held_space(path, data)
 
 
 def hold_lock(path: Path) -> IO[str] | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from services.worker import local_files
+
 
 @contextmanager
 def file_system(folder: Path, size: str) -> Iterator[Path]:
@@ -17,6 +19,8 @@ def file_system(folder: Path, size: str) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("this process may not mount a file system")
+    # Its device may have the number of an earlier one, of which the log has had its message.
+    local_files._logged_at.clear()
     try:
         yield folder
     finally:

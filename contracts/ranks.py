@@ -11,7 +11,8 @@ It consists of plain files and a socket in the run's folder, so that a script in
   a rank sends ``hello`` once, and a bare newline ("doorbell") after each urgent line of its journal. On separate
   connections, without a hello, a rank sends its ``read_plan`` (which shards it will read when) and a ``shard_request``
   for the shard that it waits for; the agent replies with a ``shard_reply`` when that lies in the dataset's folder or
-  cannot be fetched.
+  cannot be fetched. In the same way it sends a ``range_request`` for bytes of a checkpoint's file of which the node has
+  parts, and gets a ``range_reply``.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Launch(Line):
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
     resume_folder: Path | None = None
     resume: CheckpointRef | None = None
+    #: Whether tensor files in ``resume_folder`` have their length, but not their bytes before a ``range_request``.
+    resume_is_partial: bool = False
     #: The ranks' output folder.
     output_dir: Path | None = None
     #: Local copy of the weights to begin with (``spec.init_from``); None where there is a state to resume.
@@ -324,7 +327,26 @@ class ShardReplyLine(Line):
     problem: str = ""
 
 
-RankLine = Annotated[HelloLine | ShardPlanLine | ShardRequestLine, Field(discriminator="kind")]
+class RangeRequestLine(Line):
+    """Rank -> agent: the rank waits for the bytes ``start`` to ``stop`` of a file in the checkpoint's folder."""
+
+    kind: Literal["range_request"] = "range_request"
+    rank: int
+    generation: int
+    file: str
+    start: int
+    stop: int
+
+
+class RangeReplyLine(Line):
+    """Agent -> rank: the bytes are there, verified; or why the agent cannot fetch them."""
+
+    kind: Literal["range_reply"] = "range_reply"
+    file: str
+    problem: str = ""
+
+
+RankLine = Annotated[HelloLine | ShardPlanLine | ShardRequestLine | RangeRequestLine, Field(discriminator="kind")]
 RANK_LINE: TypeAdapter[RankLine] = TypeAdapter(RankLine)
 
 

@@ -27,6 +27,7 @@ from contracts.predictions import (
     PredictionsWriter,
 )
 from contracts.ranks import Launch
+from trainbus.checkpoint_ranges import find_ranges
 from trainbus.data.dataset import Dataset
 from trainbus.data.reader import DatasetError
 from trainbus.kind_metrics import compute_kind_metrics, score_rows
@@ -95,7 +96,7 @@ def _load_model(launch: Launch, folder: Path, task: Task, world: World) -> nn.Mo
     if world.size > 1 and training is not None and training.strategy in SHARDED:
         from trainbus.trainer.strategies.fsdp2 import shard_model
 
-        find_weights = partial(checkpoint.find_weights, folder, averaged=True)
+        find_weights = partial(checkpoint.find_weights, folder, averaged=True, require=find_ranges(launch, world.rank))
         return shard_model(task, build_deferred(task.model), world, find_weights, reshard_after_forward=True)
     model = task.model()
     checkpoint.load_model(folder, model, averaged=True)

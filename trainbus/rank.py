@@ -28,6 +28,7 @@ from contracts.ranks import (
     is_about_lost_peer,
 )
 from trainbus.agent_link import AgentLink, Control, Journal
+from trainbus.checkpoint_ranges import find_ranges
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch
@@ -190,6 +191,7 @@ def _start_point(launch: Launch, world: World, survivors: SurvivorStore) -> Star
         survivors=survivors,
         resume_folder=launch.resume_folder,
         resume_step=launch.resume.step if launch.resume else 0,
+        require=find_ranges(launch, world.rank),
         init=init,
     )
 

@@ -160,9 +160,7 @@ async def restore_file(
 
         async def fill(chunk: Chunk, offset: int) -> None:
             async with gate:
-                found = local.find(chunk.sha256) if local is not None else None
-                if found is None or not await asyncio.to_thread(_copy_range, found, partial, offset):
-                    await _fetch(objects, chunk, partial, offset, local)
+                await place_piece(objects, chunk, partial, offset, local)
                 on_bytes(chunk.size_bytes)
 
         work = [asyncio.ensure_future(fill(*each)) for each in zip(file.chunks, offsets[:-1], strict=True)]
@@ -170,6 +168,20 @@ async def restore_file(
             await asyncio.gather(*work)
         finally:
             await cancel_and_wait(*work)  # the file is moved or removed behind them
+
+
+async def place_piece(
+    objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: LocalPieces | None = None
+) -> None:
+    """Write a piece into an existing file from ``offset`` on: from this machine where it is here, else from the store.
+
+    Raises:
+        ObjectNotFound, ObjectCorrupted: see ``read_piece``; the file then has other bytes there.
+        TransientError: the store is away, or the file cannot be written.
+    """
+    found = local.find(chunk.sha256) if local is not None else None
+    if found is None or not await asyncio.to_thread(_copy_range, found, path, offset):
+        await _fetch(objects, chunk, path, offset, local)
 
 
 async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: LocalPieces | None) -> None:

@@ -429,6 +429,7 @@ def test_exit_codes_are_described() -> None:
     assert rank_exits.describe_exit(-9) == rank_exits.describe_exit(137) == "was killed by SIGKILL"
     assert rank_exits.describe_exit(3) == "ended with exit code 3"
     assert rank_exits.is_infrastructure_failure(False, "RuntimeError: EADDRINUSE")
+    assert rank_exits.is_infrastructure_failure(False, "OSError: [Errno 28] No space left on device")
     assert not rank_exits.is_infrastructure_failure(True, "RuntimeError: EADDRINUSE")
 
 

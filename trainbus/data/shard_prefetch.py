@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardReplyLine, ShardRequestLine, json_line
+from trainbus.agent_request import POLL_S, RETRY_S, request_from_agent
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.read_plan import ShardNeed
 from trainbus.data.reader import DatasetError
@@ -32,9 +33,6 @@ MAX_NEEDS = 4096
 SPAN_MIN, SPAN_MAX = 2**14, 2**44
 #: Reports over which the rate is measured.
 RATE_REPORTS = 30
-RETRY_S = 0.2
-#: Seconds after which a waiting rank checks the folder itself.
-POLL_S = 5.0
 
 Needs = Callable[[int, int], Sequence[ShardNeed]]
 
@@ -59,7 +57,7 @@ class ShardPrefetcher:
             folder: where the dataset's manifest is, and its shards will be.
             patience_s: seconds without an agent after which a wait is given up.
         """
-        self._agent, self._folder, self._rank, self._generation = str(agent), folder, rank, generation
+        self._agent, self._folder, self._rank, self._generation = agent, folder, rank, generation
         self._waits, self._patience_s = waits, patience_s
         self._split = ""
         self._needs: Needs | None = None
@@ -127,7 +125,7 @@ class ShardPrefetcher:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(POLL_S)
         try:
-            connection.connect(self._agent)
+            connection.connect(str(self._agent))
         except OSError:
             connection.close()
             raise
@@ -191,27 +189,12 @@ class ShardPrefetcher:
 
     def _request(self, shard: ShardFile) -> tuple[ShardReplyLine | None, bool]:
         """Return the agent's answer, None if it ended without one, and whether there was an agent."""
-        connected, received = False, b""
         want = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(POLL_S)
-            try:
-                connection.connect(self._agent)
-                connection.sendall(json_line(want))
-                connected = True
-                while b"\n" not in received:
-                    try:
-                        data = connection.recv(65536)
-                    except TimeoutError:
-                        if self._is_here(shard):
-                            return None, True
-                        continue
-                    if not data:
-                        return None, True
-                    received += data
-                return ShardReplyLine.model_validate_json(received.split(b"\n")[0]), True
-            except (OSError, ValidationError):
-                return None, connected
+        reply, connected = request_from_agent(self._agent, want, lambda: self._is_here(shard))
+        try:
+            return None if reply is None else ShardReplyLine.model_validate_json(reply), connected
+        except ValidationError:
+            return None, connected
 
 
 def _is_open(connection: socket.socket) -> bool:

@@ -13,6 +13,7 @@ from contracts.exactness import TIMED
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, find_initial_weights, load
+from trainbus.trainer.checkpoint.tensor_file import RequireRange
 from trainbus.trainer.checkpoint.weights import Weights, match_weights
 from trainbus.trainer.optimizer_state import pack_groups, restore_groups
 from trainbus.trainer.rate_schedule import RateSchedule
@@ -44,6 +45,7 @@ class StartPoint:
         survivors: SurvivorStore | None = None,
         resume_folder: Path | None = None,
         resume_step: int = 0,
+        require: RequireRange | None = None,
         init: InitialWeights | None = None,
     ) -> None:
         """Agree with all ranks on the newest state there is, and load it; every rank calls it.
@@ -53,6 +55,7 @@ class StartPoint:
             survivors: where earlier generations may have saved a newer state than ``resume_folder``.
             resume_folder: a checkpoint.
             resume_step: its step: survivor state counts if it is at least as new.
+            require: where the checkpoint's files are here in parts, see ``open_tensor_file``.
             init: the weights to begin with if there is no state at all.
         """
         self._world, self._run_id, self._init = world, run_id, init
@@ -60,7 +63,7 @@ class StartPoint:
         loaded = load_newest_state(world, survivors.find_parts(resume_step, run_id))
         self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
         if loaded is None:
-            loaded = load(resume_folder) if resume_folder is not None else None
+            loaded = load(resume_folder, require) if resume_folder is not None else None
             self.resumed_from = "scratch" if loaded is None else "checkpoint"
         self._state = None if loaded is None else loaded.state
         self.progress = Progress() if loaded is None else loaded.progress

@@ -123,6 +123,10 @@ class FileCache:
         pins += paths
         self._pinned.update(paths)
 
+    def has(self, sha256: str) -> bool:
+        """Whether a blob, which the caller has pinned, is here and whole."""
+        return _is_intact(self.blob(sha256), sha256)
+
     async def ensure(self, sha256: str, fetch: Callable[[Path], Awaitable[object]]) -> bool:
         """Have a blob, which the caller has pinned; return whether ``fetch`` had to write it."""
         path = self.blob(sha256)

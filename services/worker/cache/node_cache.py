@@ -7,24 +7,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from contracts.events.checkpoint import CheckpointFile
+from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.events.run import CheckpointRef
 from contracts.spec.run import Code
-from services.kit.chunks import FileRange, restore_file
+from services.kit.chunks import FileRange, place_piece, restore_file
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView, ShardError
 from services.worker.cache.file_cache import FileCache
+from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.local_files import link_or_copy, relative_path, suppress_full_disk
@@ -35,8 +36,10 @@ log = structlog.get_logger(__name__)
 PARALLEL_CHUNKS = 8
 #: Folder of the shards in the cache's folder.
 SHARDS_FOLDER = "shards"
-#: Files of a checkpoint with the optimizer's tensors (docs/checkpoints.md).
-OPTIMIZER = re.compile(r"optimizer-\d+\.safetensors")
+#: What a file of a Task's checkpoint has tensors of (docs/checkpoints.md).
+OPTIMIZER = "optimizer"
+TENSOR_KINDS = ("model", OPTIMIZER, "ema")
+_TENSOR_FILE = re.compile(rf"({'|'.join(TENSOR_KINDS)})-\d+\.safetensors")
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
@@ -49,7 +52,7 @@ class CachePins:
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
-        self.views: list[DatasetView] = []
+        self.views: list[DatasetView | PartialCheckpoint] = []
 
 
 class NodeCache:
@@ -190,37 +193,89 @@ class NodeCache:
         Raises:
             CacheError: it is not there, or not what was committed.
         """
-        try:
-            content = await self._objects.get(uri)
-            found = hashlib.sha256(content).hexdigest()
-            if manifest_sha256 is not None and manifest_sha256 != found:
-                raise CacheError(
-                    f"checkpoint {uri} is not the one that was committed: its manifest has SHA-256 {found}, not "
-                    f"{manifest_sha256}. Run `trainbus checkpoints verify`, and start from another one"
-                )
-            manifest: dict[str, Any] = json.loads(content)
-            files = _FILES.validate_python(manifest["files"])
+        with _explain_damage(uri):
+            ref, files = await self._read_manifest(uri, manifest_sha256)
             if weights_only:
-                files = tuple(file for file in files if not OPTIMIZER.fullmatch(file.path))
-            ref = CheckpointRef(
-                uri=uri,
-                step=manifest["step"],
-                epoch=manifest["epoch"],
-                samples_consumed=manifest["samples_consumed"],
-                manifest_sha256=found,
-                step_is_count=manifest.get("step_is_count", False),
+                files = tuple(file for file in files if _kind_of(file) != OPTIMIZER)
+            await self._lay_out(files, folder, pins)
+        return ref
+
+    async def partial_checkpoint(
+        self,
+        uri: str,
+        folder: Path,
+        pins: CachePins,
+        manifest_sha256: str | None = None,
+        *,
+        kinds: Collection[str] = TENSOR_KINDS,
+    ) -> tuple[CheckpointRef, PartialCheckpoint]:
+        """Lay a committed checkpoint's files out, those with tensors without the bytes that this node does not have.
+
+        Args:
+            kinds: of tensors; other kinds' files are laid out whole.
+
+        The other arguments and the errors are as in ``checkpoint``.
+        """
+        with _explain_damage(uri):
+            ref, files = await self._read_manifest(uri, manifest_sha256)
+            self.files.add_pins([self.files.blob(file.sha256) for file in files], pins.files)
+            absent = {
+                file.path: file
+                for file in files
+                if _kind_of(file) in kinds and not await asyncio.to_thread(self.files.has, file.sha256)
+            }
+            await self._lay_out([file for file in files if file.path not in absent], folder, pins)
+            partial = self._open_parts(uri, folder, absent.values(), pins)
+            await partial.fill_beginnings()
+        return ref, partial
+
+    async def reopen_checkpoint(self, ref: CheckpointRef, folder: Path, pins: CachePins) -> PartialCheckpoint:
+        """Go on with what ``partial_checkpoint`` laid out in an earlier life of the agent; errors as there."""
+        with _explain_damage(ref.uri):
+            _, files = await self._read_manifest(ref.uri, ref.manifest_sha256)
+            # Whatever was whole then: the pieces are verified before they are taken for present.
+            tensors = [file for file in files if _kind_of(file) in TENSOR_KINDS]
+            return self._open_parts(ref.uri, folder, tensors, pins)
+
+    def _open_parts(
+        self, uri: str, folder: Path, files: Iterable[CheckpointFile], pins: CachePins
+    ) -> PartialCheckpoint:
+        gate = asyncio.Semaphore(PARALLEL_CHUNKS)
+
+        async def fetch(chunk: Chunk, path: Path, offset: int) -> None:
+            async with gate:
+                await place_piece(self._objects, chunk, path, offset, self.files)
+
+        partial = PartialCheckpoint(uri, folder, files, fetch)
+        pins.views.append(partial)
+        return partial
+
+    async def _read_manifest(
+        self, uri: str, manifest_sha256: str | None
+    ) -> tuple[CheckpointRef, tuple[CheckpointFile, ...]]:
+        content = await self._objects.get(uri)
+        found = hashlib.sha256(content).hexdigest()
+        if manifest_sha256 is not None and manifest_sha256 != found:
+            raise CacheError(
+                f"checkpoint {uri} is not the one that was committed: its manifest has SHA-256 {found}, not "
+                f"{manifest_sha256}. Run `trainbus checkpoints verify`, and start from another one"
             )
-            targets = [(folder / relative_path(file.path), file) for file in files]
-            await self._restore({file.sha256: file for file in files}.values(), pins)
-        except CacheError:
-            raise
-        except ObjectNotFound as error:
-            raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
-            raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error
+        manifest: dict[str, Any] = json.loads(content)
+        ref = CheckpointRef(
+            uri=uri,
+            step=manifest["step"],
+            epoch=manifest["epoch"],
+            samples_consumed=manifest["samples_consumed"],
+            manifest_sha256=found,
+            step_is_count=manifest.get("step_is_count", False),
+        )
+        return ref, _FILES.validate_python(manifest["files"])
+
+    async def _lay_out(self, files: Sequence[CheckpointFile], folder: Path, pins: CachePins) -> None:
+        targets = [(folder / relative_path(file.path), file) for file in files]
+        await self._restore({file.sha256: file for file in files}.values(), pins)
         for target, file in targets:
             await asyncio.to_thread(link_or_copy, self.files.blob(file.sha256), target)
-        return ref
 
     async def manifest_files(self, uri: str) -> tuple[CheckpointFile, ...]:
         """Return the files that a checkpoint's manifest lists.
@@ -258,3 +313,22 @@ class NodeCache:
         restored = await gather_limited((restore(file) for file in files), limit=max(len(files), 1))
         if any(restored):
             await asyncio.to_thread(self.evict)
+
+
+def _kind_of(file: CheckpointFile) -> str:
+    """Return the kind of a file's tensors; '' if it has none."""
+    match = _TENSOR_FILE.fullmatch(file.path)
+    return "" if match is None else match[1]
+
+
+@contextmanager
+def _explain_damage(uri: str) -> Iterator[None]:
+    """Raise CacheError in the place of what a checkpoint that is not there, or not what was committed, causes."""
+    try:
+        yield
+    except CacheError:
+        raise
+    except ObjectNotFound as error:
+        raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error

@@ -18,6 +18,7 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
 #: torch's errors when the other nodes' ranks never came to the rendezvous.
 _PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 
 #: How torchrun's own report of a failed child begins, and where it names the first one that failed.
 _TRACEBACK = "Traceback (most recent call last):"
@@ -88,8 +89,8 @@ def all_succeeded(exits: Sequence[Exit]) -> bool:
 
 
 def is_infrastructure_failure(started: bool, text: str) -> bool:
-    """Whether the run is not at fault: a port was taken meanwhile, or the peers were away.
+    """Whether the run is not at fault: a port was taken meanwhile, the peers were away, or the disk was full.
 
     Peers that fail report it themselves, and the generation is stopped long before a rank stops waiting for them.
     """
-    return not started and bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))
+    return not started and any(sign.search(text) for sign in (_PORT_TAKEN, _PEERS_MISSING, _DISK_FULL))

@@ -26,7 +26,8 @@ from services.kit.kept_files import KeptLayout, copy_outputs, list_files, unpack
 from services.kit.package_files import unpack_package
 from services.kit.ports import PortsError, free_ports
 from services.worker.cache.dataset_view import DatasetView
-from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.cache.node_cache import OPTIMIZER, TENSOR_KINDS, CacheError, CachePins
+from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.core.journal import JournalSource, held_up_event
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
 from services.worker.node.address import LOOPBACK, NodeAddress, find_interface, parse_ip
@@ -127,6 +128,8 @@ class GenerationInputs:
     dataset: DatasetView | None
     resume_folder: Path | None
     resume: CheckpointRef | None
+    #: Brings what ranks read of it; None: it is whole, or there is none.
+    partial: PartialCheckpoint | None
     #: What the files of the checkpoint are, if a script left them.
     resume_layout: KeptLayout | None
     init_folder: Path | None
@@ -151,16 +154,19 @@ async def prepare_inputs(
     fetches: tuple[Coroutine[Any, Any, Any], ...] = (
         _fetch_code_and_packages(context, placed, folder, pins),
         open_dataset(context, placed, member, folder, pins),
-        _fetch_checkpoint(context, placed, folder, pins),
+        _open_checkpoint(context, placed, folder, pins),
         _fetch_weights(context, placed, folder, pins),
     )
     found = await gather_limited(fetches, limit=len(fetches))
-    (code, packages_dir), dataset, (resume_folder, resume), init_folder = found
+    (code, packages_dir), dataset, (resume, partial), init_folder = found
+    resume_folder = None if resume is None else _resume_dir(folder)
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
     layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
     patience_s = context.settings.rendezvous_timeout_s
     master = await find_master(context.bus, placed, member, context.addresses.address, patience_s, publish)
-    return GenerationInputs(code, packages_dir, dataset, resume_folder, resume, layout, init_folder, output_dir, master)
+    return GenerationInputs(
+        code, packages_dir, dataset, resume_folder, resume, partial, layout, init_folder, output_dir, master
+    )
 
 
 def _restore_outputs(spec: RunSpec, resume_folder: Path | None, output_dir: Path) -> KeptLayout | None:
@@ -234,9 +240,15 @@ async def open_dataset(
     )
 
 
-async def _fetch_checkpoint(
+def _resume_dir(folder: Path) -> Path:
+    """Return where a generation's checkpoint to start from is laid out."""
+    return folder / "resume"
+
+
+async def _open_checkpoint(
     context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins
-) -> tuple[Path | None, CheckpointRef | None]:
+) -> tuple[CheckpointRef | None, PartialCheckpoint | None]:
+    """Lay out the checkpoint to start from: whole, or in parts where each rank reads its own rows of the tensors."""
     spec = placed.spec
     if spec.evaluate is not None:
         uri: str | None = spec.evaluate.checkpoint_uri
@@ -245,9 +257,24 @@ async def _fetch_checkpoint(
     committed = placed.resume.manifest_sha256 if placed.resume is not None and placed.resume.uri == uri else None
     if uri is None:
         return None, None
-    target = folder / "resume"
+    target = _resume_dir(folder)
     shutil.rmtree(target, ignore_errors=True)
-    return target, await context.cache.checkpoint(uri, target, pins, committed)
+    if kinds := _partial_kinds(placed):
+        return await context.cache.partial_checkpoint(uri, target, pins, committed, kinds=kinds)
+    weights_only = spec.evaluate is not None and not is_command(spec)
+    return await context.cache.checkpoint(uri, target, pins, committed, weights_only=weights_only), None
+
+
+def _partial_kinds(placed: RunPlaced) -> tuple[str, ...]:
+    """Return of which tensors the ranks of one node read only a part."""
+    spec, training = placed.spec, placed.spec.training
+    if is_command(spec) or training is None or sum(1 for each in placed.members if each.ranks) == 1:
+        return ()
+    if training.strategy == "zero1" and spec.evaluate is None:
+        return (OPTIMIZER,)
+    # Stage 3 of DeepSpeed partitions each weight from the whole of it; it is evaluated as fsdp2 is.
+    shards = training.strategy == "fsdp2" or (training.strategy == "deepspeed" and spec.evaluate is not None)
+    return TENSOR_KINDS if shards else ()
 
 
 async def _fetch_weights(context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins) -> Path | None:

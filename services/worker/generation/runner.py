@@ -26,6 +26,7 @@ from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.checkpoints.output_folder import OutputKeeper, describe_unkept, write_to_log
 from services.worker.checkpoints.stager import CheckpointStager
 from services.worker.checkpoints.survivor_state import (
@@ -205,15 +206,15 @@ class GenerationRunner:
     async def _run_ranks(self, pins: CachePins, follower: JournalFollower, stager: CheckpointStager) -> Report:
         inputs: GenerationInputs | None = None
         if self.files.is_launched:
-            dataset = await self._reopen_dataset(pins)
+            dataset, partial = await self._reopen_dataset(pins), await self._reopen_checkpoint(follower, pins)
         else:
             inputs = await self._prepare(pins)
             if inputs is None:
                 position = RunPosition.of(self.placed, follower.state.ranks)
                 return self._build_report.released(position, clean=True, detail="no rank had been started")
-            dataset = inputs.dataset
+            dataset, partial = inputs.dataset, inputs.partial
             await self._begin_outputs(inputs, follower)
-        control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset)
+        control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset, partial)
         async with control, _background(follower.run()) as following:
             if inputs is not None:
                 await self._launch(inputs)
@@ -281,6 +282,18 @@ class GenerationRunner:
         except (CacheError, TransientError, OSError) as error:
             # The ranks may have all that they need; if not, the control socket refuses their next shard.
             log.warning("the dataset cannot be reopened", error=str(error))
+            return None
+
+    async def _reopen_checkpoint(self, follower: JournalFollower, pins: CachePins) -> PartialCheckpoint | None:
+        """Continue to fetch what ranks read of the checkpoint that an earlier life of the agent laid out in parts."""
+        launch = Launch.model_validate_json(self.files.launch.read_bytes())
+        has_to_load = any(follower.state.ranks[rank].started is None for rank in self.member.ranks)
+        if launch.resume is None or launch.resume_folder is None or not launch.resume_is_partial or not has_to_load:
+            return None
+        try:
+            return await self._context.cache.reopen_checkpoint(launch.resume, launch.resume_folder, pins)
+        except (CacheError, TransientError, OSError) as error:
+            log.warning("the checkpoint cannot be reopened", error=str(error))
             return None
 
     def _follow_journals(self) -> JournalFollower:
@@ -384,6 +397,7 @@ class GenerationRunner:
             dataset_id=placed.dataset.dataset_id if placed.dataset else None,
             resume_folder=inputs.resume_folder,
             resume=inputs.resume,
+            resume_is_partial=inputs.partial is not None,
             init_folder=inputs.init_folder,
             output_dir=inputs.output_dir,
             failures_seen=placed.failures_seen,

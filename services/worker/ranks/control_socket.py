@@ -15,6 +15,8 @@ from contracts.ranks import (
     HelloLine,
     Line,
     PeerLostLine,
+    RangeReplyLine,
+    RangeRequestLine,
     ShardPlanLine,
     ShardReplyLine,
     ShardRequestLine,
@@ -22,6 +24,7 @@ from contracts.ranks import (
     json_line,
 )
 from services.worker.cache.dataset_view import DatasetView
+from services.worker.cache.partial_checkpoint import PartialCheckpoint
 
 log = structlog.get_logger(__name__)
 
@@ -30,12 +33,18 @@ LINE_MAX_BYTES = 2**22
 
 
 class ControlSocket:
-    """Accepts the ranks of one generation: sends them stop lines, and replies to their requests for shards."""
+    """Accepts the ranks of one generation: sends them stop lines, replies to their requests for shards and ranges."""
 
     def __init__(
-        self, path: Path, generation: int, on_doorbell: Callable[[], None], view: DatasetView | None = None
+        self,
+        path: Path,
+        generation: int,
+        on_doorbell: Callable[[], None],
+        view: DatasetView | None = None,
+        checkpoint: PartialCheckpoint | None = None,
     ) -> None:
-        self.path, self._generation, self._on_doorbell, self._view = path, generation, on_doorbell, view
+        self.path, self._generation, self._on_doorbell = path, generation, on_doorbell
+        self._view, self._checkpoint = view, checkpoint
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
         self._has_lost_peer = False
@@ -84,6 +93,9 @@ class ControlSocket:
                             self._view.apply_plan(plan)
                         case ShardRequestLine() as request:
                             await self._reply_when_ready(request, writer)
+                        case RangeRequestLine() as request:
+                            problem = await self._fill_range(request)
+                            self._send(writer, RangeReplyLine(file=request.file, problem=problem))
                     continue
                 self._on_doorbell()
         except (ValidationError, ValueError) as error:
@@ -119,6 +131,13 @@ class ControlSocket:
         else:
             problem = await self._view.request(request)
         self._send(writer, ShardReplyLine(shard=request.shard, problem=problem))
+
+    async def _fill_range(self, request: RangeRequestLine) -> str:
+        if request.generation != self._generation:
+            return "another generation was placed"
+        if self._checkpoint is None:
+            return "the agent could not reopen the run's checkpoint: see its log"
+        return await self._checkpoint.request(request)
 
     def _send(self, writer: asyncio.StreamWriter, line: Line) -> None:
         if not writer.is_closing():

@@ -16,7 +16,7 @@ from trainbus.trainer.checkpoint.files import (
     check_safe,
     tensors_file,
 )
-from trainbus.trainer.checkpoint.tensor_file import open_tensor_file
+from trainbus.trainer.checkpoint.tensor_file import RequireRange, open_tensor_file
 from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.training_state import KINDS, State
@@ -30,15 +30,15 @@ class LoadedCheckpoint:
     state: State[ReadableTensor]
 
 
-def load(folder: Path) -> LoadedCheckpoint:
-    """Open everything that training resumes from."""
+def load(folder: Path, require: RequireRange | None = None) -> LoadedCheckpoint:
+    """Open everything that training resumes from. ``require``: see ``open_tensor_file``."""
     check_safe(folder)
     progress, state = read_state(folder)
     for rank in range(progress.about["parts"]):
         for kind in ("model", "optimizer"):
             if not (folder / tensors_file(kind, rank)).is_file():
                 raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
-    state.model, state.optimizer.tensors, state.ema = (open_tensors(folder, kind) for kind in KINDS)
+    state.model, state.optimizer.tensors, state.ema = (open_tensors(folder, kind, require) for kind in KINDS)
     return LoadedCheckpoint(progress, state)
 
 
@@ -68,12 +68,12 @@ def read_state(folder: Path) -> tuple[Progress, State[ReadableTensor]]:
         raise CheckpointError(f"{STATE} of the checkpoint cannot be read: {error!r}") from error
 
 
-def open_tensors(folder: Path, kind: str) -> dict[str, ReadableTensor]:
+def open_tensors(folder: Path, kind: str, require: RequireRange | None = None) -> dict[str, ReadableTensor]:
     """Return all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; empty where there are none."""
     found: dict[str, ReadableTensor] = {}
     pattern = re.compile(rf"{kind}-\d+\.safetensors")
     for path in sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
-        tensors = open_tensor_file(path)
+        tensors = open_tensor_file(path, require)
         if twice := found.keys() & tensors.keys():
             raise CheckpointError(f"{min(twice)!r} is in {path.name} of the checkpoint and in another file")
         found |= tensors

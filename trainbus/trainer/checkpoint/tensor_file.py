@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,10 @@ from torch import Tensor
 from trainbus.trainer.checkpoint.digest import DTYPES
 from trainbus.trainer.checkpoint.files import CheckpointError
 
+#: Called before bytes of a file are read, with the first and the one behind the last: they may have to be fetched.
+RequireRange = Callable[[Path, int, int], None]
+#: The length of a header, little-endian, at the beginning of a safetensors file.
+LENGTH_BYTES = 8
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -27,6 +32,8 @@ class FileTensor:
     shape: torch.Size
     #: Where its first byte lies in the file.
     offset: int
+    #: None: the whole file is here.
+    require: RequireRange | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -42,6 +49,8 @@ class FileTensor:
 
     def _read(self, offset: int, shape: torch.Size) -> Tensor:
         raw = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+        if self.require is not None and raw.nbytes:
+            self.require(self.path, offset, offset + raw.nbytes)
         try:
             # Opened for each read: a checkpoint of many ranks has more files than a process may have open.
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -62,14 +71,18 @@ class FileTensor:
             target, offset = target[size_bytes:], offset + size_bytes
 
 
-def open_tensor_file(path: Path) -> dict[str, FileTensor]:
+def open_tensor_file(path: Path, require: RequireRange | None = None) -> dict[str, FileTensor]:
     """Return the tensors of a safetensors file by name; it reads only the header.
+
+    ``require``: where the file has its length, but perhaps not all of its bytes.
 
     Raises:
         CheckpointError: the file is no safetensors file, is not as long as its header says, or has an unknown type.
     """
     try:
         size_bytes = path.stat().st_size
+        if require is not None:
+            _require_header(path, require)
         # Mapped, the whole file would count towards the limit of a rank's address space.
         with safe_open(path, framework="pt", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
@@ -83,9 +96,16 @@ def open_tensor_file(path: Path) -> dict[str, FileTensor]:
     sizes = [math.prod(shape) * _BY_NAME[dtype].itemsize for dtype, shape in described.values()]
     offsets = accumulate(sizes, initial=size_bytes - sum(sizes))
     return {
-        name: FileTensor(path, _BY_NAME[dtype], shape, offset)
+        name: FileTensor(path, _BY_NAME[dtype], shape, offset, require)
         for (name, (dtype, shape)), offset in zip(described.items(), offsets, strict=False)
     }
+
+
+def _require_header(path: Path, require: RequireRange) -> None:
+    require(path, 0, LENGTH_BYTES)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    require(path, 0, min(LENGTH_BYTES + length, path.stat().st_size))
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainbus.trainer.checkpoint.files import check_safe
 from trainbus.trainer.checkpoint.reader import open_tensors
+from trainbus.trainer.checkpoint.tensor_file import RequireRange
 from trainbus.trainer.optimizer_state import AnyTensor, StateMismatch, parameter_names
 from trainbus.trainer.readable_tensor import ReadableTensor
 
@@ -33,15 +34,21 @@ def load_model(folder: Path, model: nn.Module, *, averaged: bool = False) -> Non
     load_weights(find_weights(folder, model, averaged=averaged), model)
 
 
-def find_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> Weights:
-    """Find the checkpoint's weights and buffers for ``model``; ``averaged``: the moving average's where it has one.
+def find_weights(
+    folder: Path, model: nn.Module, *, averaged: bool = False, require: RequireRange | None = None
+) -> Weights:
+    """Find the checkpoint's weights and buffers for ``model``.
+
+    Args:
+        averaged: the moving average's where it has one.
+        require: see ``open_tensor_file``.
 
     Raises:
         StateMismatch: a tensor is missing, unknown, or of another shape or type; the text names it.
     """
     check_safe(folder)
-    weights = match_weights(open_tensors(folder, "model"), model)
-    return weights | _find_averages(folder, model) if averaged else weights
+    weights = match_weights(open_tensors(folder, "model", require), model)
+    return weights | _find_averages(folder, model, require=require) if averaged else weights
 
 
 def match_weights(saved: Mapping[str, ReadableTensor], model: nn.Module) -> Weights:
@@ -107,8 +114,10 @@ def load_except(weights: Weights, model: nn.Module, is_left_out: Callable[[Tenso
     return {id(present[name]): saved for name, saved in left_out.items()}
 
 
-def _find_averages(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> Weights:
-    averages = _without(open_tensors(folder, "ema"), exclude)
+def _find_averages(
+    folder: Path, model: nn.Module, exclude: Sequence[str] = (), require: RequireRange | None = None
+) -> Weights:
+    averages = _without(open_tensors(folder, "ema", require), exclude)
     # A tied weight has more names in the model's state than it has averages.
     names = parameter_names(model)
     tied = {name: names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

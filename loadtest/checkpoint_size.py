@@ -39,6 +39,7 @@ from contracts.events.checkpoint import (
 from contracts.events.run import Member, RunAccepted, RunPlaced, RunQueued
 from contracts.events.train import ScrubRequested
 from contracts.manifest import encode_listing, files_of
+from contracts.ranks import RangeRequestLine
 from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.checkpoint.app import Committer
@@ -73,6 +74,8 @@ class StandInStore:
         self.stored_at = datetime.now(UTC)
         self.pieces: dict[str, int] = {}
         self.objects: dict[str, bytes] = {}
+        #: How many pieces were read.
+        self.pieces_read = 0
         #: All names, until something is put.
         self._sorted: list[str] | None = None
         self.reader = self
@@ -115,6 +118,7 @@ class StandInStore:
     async def read_into(self, uri: str, path: Path, offset: int, size_bytes: int, hasher: Any) -> str:
         """Write nothing, and return the hash that the piece claims to have."""
         await asyncio.sleep(0)
+        self.pieces_read += 1
         assert self.pieces[uri] == size_bytes
         assert path.stat().st_size >= offset + size_bytes
         return blob_sha256(uri)[::-1]
@@ -230,6 +234,10 @@ class Trial:
             assert sum(file.size_bytes for file in files_of(manifest)) == commit.size_bytes
         with stage("restore"):
             await self._restore(commit)
+        pieces_before = self.store.pieces_read
+        with stage("restore of a node's rows"):
+            await self._restore_rows(commit)
+        node_pieces = self.store.pieces_read - pieces_before
         with stage("scrub"):
             await self._scrub(messages[0])
         clock = cast(LaterClock, self.bus.clock)
@@ -247,6 +255,7 @@ class Trial:
         return {
             "gigabytes": self.gigabytes,
             "pieces": pieces,
+            "pieces_of_a_node": node_pieces,
             "manifest_bytes": len(manifest),
             "largest_fact_bytes": max(
                 len(message.event.model_dump_json(exclude_defaults=True)) for message in messages
@@ -276,6 +285,19 @@ class Trial:
             await cache.checkpoint(commit.checkpoint.uri, self.folder / "resume", pins, commit.manifest_sha256)
         found = sum(path.stat().st_size for path in (self.folder / "resume").iterdir())
         assert found == commit.size_bytes
+
+    async def _restore_rows(self, commit: CheckpointCommitted) -> None:
+        """Restore what the last node's ranks read: of every tensor, here a file, the last rows."""
+        cache, folder = NodeCache(FileCache(self.folder / "empty", self.objects), self.objects, 2**50), self.folder
+        async with cache.pin_files() as pins:
+            _, partial = await cache.partial_checkpoint(
+                commit.checkpoint.uri, folder / "rows", pins, commit.manifest_sha256
+            )
+            for path in (folder / "rows").iterdir():
+                stop = path.stat().st_size
+                start = stop - stop // self.nodes
+                line = RangeRequestLine(rank=self.nodes - 1, generation=1, file=path.name, start=start, stop=stop)
+                assert not await partial.request(line)
 
     async def _scrub(self, cause: Message[Any]) -> None:
         request = ScrubRequested(run_id=RUN)

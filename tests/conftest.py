@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 import pytest_asyncio
+import structlog
 
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
@@ -113,6 +114,14 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("XDG_")]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_log_configuration() -> Iterator[None]:
+    """Leave structlog as it was: a command silences the logs of its process, which the next test may read."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
@@ -118,8 +119,12 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log_configuration() -> Iterator[None]:
-    """Leave structlog as it was: a command silences the logs of its process, which the next test may read."""
+    """Log past what a test reads of its output, which is a command's answer alone; a report of a failure has the logs.
+
+    And leave structlog as it was: a command silences the logs of its process, which the next test may read.
+    """
     before = structlog.get_config()
+    structlog.configure(logger_factory=structlog.WriteLoggerFactory(sys.__stderr__))
     yield
     structlog.configure(**before)
 

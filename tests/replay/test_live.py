@@ -40,7 +40,6 @@ from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog, FileLog
 from trainbus.commands import policy, runs, scheduler
-from trainbus.commands.options import silence_logs
 from trainbus.commands.scheduler_replay import replay_decisions, replay_log
 
 #: Slots of all nodes that stay.
@@ -154,7 +153,6 @@ async def all_over(bus: Bus, run_ids: list[str], timeout_s: float = 240.0) -> No
 
 
 def address(settings: Settings) -> StackAddress:
-    silence_logs()  # as a command does: the tests read what it prints
     return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
 
 

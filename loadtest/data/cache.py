@@ -25,6 +25,7 @@ from loadtest.data.stored import be_quiet, node, store
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from services.worker.cache.late_input import LateInput
 from services.worker.ranks.control_socket import ControlSocket
 from trainbus.data.dataset import Dataset
 from trainbus.data.loader import Prefetcher
@@ -113,7 +114,7 @@ async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultPro
                 cache.pin_files() as pins,
             ):
                 view = await cache.dataset(stored.manifest_uri, stored.dataset_id, folder / "view", pins)
-                async with ControlSocket(folder / "agent.sock", 1, lambda: None, view) as control:
+                async with ControlSocket(folder / "agent.sock", 1, lambda: None, LateInput.of(view)) as control:
                     waits = await _rank_process(scene, folder / "view", control.path, stored.dataset_id, proxy)
             return waits, proxy.egress_bytes / (scene.epochs * stored.size_bytes), proxy
     finally:

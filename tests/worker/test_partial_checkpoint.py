@@ -17,9 +17,12 @@ from safetensors.numpy import save_file
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, Member, RunExited, RunPreempting, RunReleased, RunStarted
 from contracts.ranks import Launch, RangeRequestLine
+from services.kit.concurrency import cancel_and_wait
+from services.kit.messages import TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.cache.file_cache import FileCache
+from services.worker.cache.late_input import LateInput
 from services.worker.cache.node_cache import CachePins, NodeCache
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs
@@ -36,7 +39,7 @@ MIB = 2**20
 NAME = "model-0.safetensors"
 
 
-class Stored:
+class StoredCheckpoint:
     """A committed checkpoint of one tensor of 24 MiB, in pieces of 8 MiB, and of a file without tensors."""
 
     def __init__(self, objects: ObjectStore, ref: CheckpointRef, tensor: Any, uris: list[str]) -> None:
@@ -47,7 +50,7 @@ class Stored:
 
 
 @pytest_asyncio.fixture
-async def stored(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> Stored:
+async def stored(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> StoredCheckpoint:
     bucket, folder = s3_settings.bucket_models, tmp_path / "written"
     folder.mkdir()
     tensor = np.random.default_rng(0).standard_normal((24 * 1024, 256), dtype=np.float32)
@@ -61,11 +64,11 @@ async def stored(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) ->
     uri = f"s3://{bucket}/manifest.json"
     await objects.put(uri, json.dumps(manifest).encode())
     (file,) = (each for each in files if each.path == NAME)
-    return Stored(objects, CheckpointRef(uri=uri, **position), tensor, [chunk.uri for chunk in file.chunks])
+    return StoredCheckpoint(objects, CheckpointRef(uri=uri, **position), tensor, [chunk.uri for chunk in file.chunks])
 
 
 @pytest_asyncio.fixture
-async def pins(tmp_path: Path, stored: Stored) -> AsyncIterator[CachePins]:
+async def pins(tmp_path: Path, stored: StoredCheckpoint) -> AsyncIterator[CachePins]:
     async with stored.node(tmp_path / "pins").pin_files() as pins:
         yield pins
 
@@ -91,14 +94,16 @@ def ranges_of(folder: Path, control: ControlSocket, generation: int = 1) -> Chec
 
 async def read_rows(folder: Path, partial: PartialCheckpoint, start: int, stop: int) -> Any:
     """Read as a rank does it."""
-    async with ControlSocket(folder.parent / "agent.sock", 1, lambda: None, checkpoint=partial) as control:
+    async with ControlSocket(
+        folder.parent / "agent.sock", 1, lambda: None, checkpoint=LateInput.of(partial)
+    ) as control:
         require = ranges_of(folder, control)
         tensor = (await asyncio.to_thread(open_tensor_file, folder / NAME, require))["weight"]
         return (await asyncio.to_thread(tensor.read_rows, start, stop)).numpy()
 
 
 async def test_a_rank_reads_rows_and_the_node_fetches_their_pieces(
-    tmp_path: Path, stored: Stored, pins: CachePins
+    tmp_path: Path, stored: StoredCheckpoint, pins: CachePins
 ) -> None:
     folder = tmp_path / "resume"
     ref, partial = await stored.node(tmp_path / "cache").partial_checkpoint(stored.ref.uri, folder, pins)
@@ -112,7 +117,9 @@ async def test_a_rank_reads_rows_and_the_node_fetches_their_pieces(
     assert not any((folder / NAME).read_bytes()[-7 * MIB :])
 
 
-async def test_what_the_node_has_whole_is_not_fetched(tmp_path: Path, stored: Stored, pins: CachePins) -> None:
+async def test_what_the_node_has_whole_is_not_fetched(
+    tmp_path: Path, stored: StoredCheckpoint, pins: CachePins
+) -> None:
     folder, node = tmp_path / "resume", stored.node(tmp_path / "cache")
     await node.checkpoint(stored.ref.uri, tmp_path / "whole", pins)
     for uri in stored.uris:
@@ -122,7 +129,9 @@ async def test_what_the_node_has_whole_is_not_fetched(tmp_path: Path, stored: St
     assert (folder / NAME).stat().st_ino == (tmp_path / "whole" / NAME).stat().st_ino
 
 
-async def test_pieces_of_an_earlier_life_are_verified_and_kept(tmp_path: Path, stored: Stored, pins: CachePins) -> None:
+async def test_pieces_of_an_earlier_life_are_verified_and_kept(
+    tmp_path: Path, stored: StoredCheckpoint, pins: CachePins
+) -> None:
     folder, node = tmp_path / "resume", stored.node(tmp_path / "cache")
     ref, partial = await node.partial_checkpoint(stored.ref.uri, folder, pins)
     await read_rows(folder, partial, 0, 10)
@@ -134,7 +143,7 @@ async def test_pieces_of_an_earlier_life_are_verified_and_kept(tmp_path: Path, s
     assert np.array_equal(await read_rows(folder, again, 0, 24 * 1024), stored.tensor)
 
 
-async def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, stored: Stored, pins: CachePins) -> None:
+async def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, stored: StoredCheckpoint, pins: CachePins) -> None:
     folder = tmp_path / "resume"
     _, partial = await stored.node(tmp_path / "cache").partial_checkpoint(stored.ref.uri, folder, pins)
     bucket, _, key = stored.uris[3].removeprefix("s3://").partition("/")
@@ -149,7 +158,7 @@ async def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, stored: Stored
 
 
 async def test_a_rank_waits_for_the_store_and_for_its_agent(
-    tmp_path: Path, stored: Stored, pins: CachePins, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stored: StoredCheckpoint, pins: CachePins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "resume"
     _, partial = await stored.node(tmp_path / "cache").partial_checkpoint(stored.ref.uri, folder, pins)
@@ -157,8 +166,6 @@ async def test_a_rank_waits_for_the_store_and_for_its_agent(
     read_into = stored.objects.read_into
 
     async def refuse_once(*arguments: Any) -> str:
-        from services.kit.messages import TransientError
-
         if not refused.is_set():
             refused.set()
             raise TransientError("the store is away")
@@ -168,7 +175,7 @@ async def test_a_rank_waits_for_the_store_and_for_its_agent(
     assert np.array_equal(await read_rows(folder, partial, 0, 10), stored.tensor[:10])
     assert refused.is_set()
 
-    async with ControlSocket(tmp_path / "agent.sock", 2, lambda: None, checkpoint=partial) as control:
+    async with ControlSocket(tmp_path / "agent.sock", 2, lambda: None, checkpoint=LateInput.of(partial)) as control:
         with pytest.raises(CheckpointError, match="another generation"):
             await asyncio.to_thread(ranges_of(folder, control), folder / NAME, 0, 10)
     with pytest.raises(CheckpointError, match=r"no agent has answered for 0\.5 s"):
@@ -176,6 +183,50 @@ async def test_a_rank_waits_for_the_store_and_for_its_agent(
     partial.close()
     line = RangeRequestLine(rank=0, generation=1, file=NAME, start=9 * MIB, stop=10 * MIB)
     assert await partial.request(line) == "the generation is over"
+
+
+async def test_a_rank_waits_until_a_restarted_agent_has_reopened_its_checkpoint(
+    tmp_path: Path, stored: StoredCheckpoint, pins: CachePins
+) -> None:
+    folder, node = tmp_path / "resume", stored.node(tmp_path / "cache")
+    ref, _ = await node.partial_checkpoint(stored.ref.uri, folder, pins)
+    attempts = 0
+
+    async def reopen() -> PartialCheckpoint:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise TransientError("the store is away")
+        return await node.reopen_checkpoint(ref, folder, pins)
+
+    late = LateInput[PartialCheckpoint]()
+    async with ControlSocket(tmp_path / "agent.sock", 1, lambda: None, checkpoint=late) as control:
+        reading = asyncio.create_task(asyncio.to_thread(ranges_of(folder, control), folder / NAME, MIB, 2 * MIB))
+        opening = asyncio.create_task(late.open_again("the run's checkpoint", reopen))
+        await reading
+        await opening
+    assert attempts == 3
+    assert held_bytes(folder) >= 8 * MIB
+
+    lost = LateInput[PartialCheckpoint]()
+    async with ControlSocket(tmp_path / "agent.sock", 1, lambda: None, checkpoint=lost) as control:
+        await stored.objects.delete(ref.uri)
+        await lost.open_again("the run's checkpoint", lambda: node.reopen_checkpoint(ref, folder, pins))
+        with pytest.raises(CheckpointError, match=r"could not reopen the run's checkpoint: .* is not in the store"):
+            await asyncio.to_thread(ranges_of(folder, control), folder / NAME, 0, 10)
+
+
+async def test_a_rank_that_waits_for_a_reopening_learns_that_the_run_is_over(
+    tmp_path: Path, stored: StoredCheckpoint
+) -> None:
+    late = LateInput[PartialCheckpoint]()
+    async with ControlSocket(tmp_path / "agent.sock", 1, lambda: None, checkpoint=late) as control:
+        reading = asyncio.create_task(asyncio.to_thread(ranges_of(tmp_path, control), tmp_path / NAME, 0, 10))
+        opening = asyncio.create_task(late.open_again("the run's checkpoint", asyncio.Event().wait))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await cancel_and_wait(opening)
+        with pytest.raises(CheckpointError, match="the run is over on this node"):
+            await reading
 
 
 async def test_a_node_of_two_fetches_its_rows_and_trains_on_as_one_node_does(world: World, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 from contracts.datasets import shard_uri
@@ -22,6 +24,15 @@ def prepared(stored: Stored) -> RunPrepared:
 
 async def joined(world: World) -> bool:
     return bool(await world.bus.read_history("node.n1.joined"))
+
+
+async def accepts(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 async def test_restarted_agent_serves_shards_to_running_ranks(
@@ -49,6 +60,35 @@ async def test_restarted_agent_serves_shards_to_running_ranks(
     assert (exited.outcome, exited.step) == ("succeeded", 24), exited
     assert sorted(await world.steps()) == [*range(1, 25)]
     assert not list(cache.glob("*/.*"))
+
+
+async def test_an_agent_that_restarts_while_the_store_is_away_serves_shards_once_it_is_back(
+    world: World, agent_process: Any, s3_server: S3Server
+) -> None:
+    stored = await store(world.objects, world.settings.bucket_datasets, shards=12, sample_bytes=20_000)
+    committing = asyncio.create_task(world.commit_all())
+    data_dir = world.settings.data_dir.resolve()
+    cache = data_dir / "cache"
+    async with FaultProxy(s3_server.port, bytes_per_s=300_000) as proxy:
+        world.settings = world.settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        process = agent_process()
+        await until(lambda: joined(world), "the agent to join", 60)
+        await world.place(params={"steps": 24, "read": True}, dataset=prepared(stored))
+        await world.wait_steps(2)
+        process.kill()
+        process.wait()
+        (cache / "datasets" / stored.dataset_id / "manifest.json").unlink()
+        for path in (cache / "shards").glob("*/*"):
+            path.unlink()
+        proxy.error_share = 1.0
+        agent_process()
+        control = Path(json.loads((data_dir / "runs" / "r1" / "g1" / "launch.json").read_bytes())["socket"])
+        # The ranks can be told to stop although the store does not answer.
+        await until(lambda: accepts(control), "the agent to listen", 90)
+        proxy.error_share = 0.0
+        exited = await world.wait_for(RunExited)
+    committing.cancel()
+    assert (exited.outcome, exited.step) == ("succeeded", 24), exited
 
 
 async def test_run_with_a_corrupted_shard_fails_and_names_it(world: World, agent: Any) -> None:

@@ -20,13 +20,14 @@ from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from contracts.ranks import RendezvousLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
+from contracts.tensor_files import TENSOR_KINDS
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.kept_files import KeptLayout, copy_outputs, list_files, unpack_files
 from services.kit.package_files import unpack_package
 from services.kit.ports import PortsError, free_ports
 from services.worker.cache.dataset_view import DatasetView
-from services.worker.cache.node_cache import OPTIMIZER, TENSOR_KINDS, CacheError, CachePins
+from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.core.journal import JournalSource, held_up_event
 from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
@@ -271,7 +272,7 @@ def _partial_kinds(placed: RunPlaced) -> tuple[str, ...]:
     if is_command(spec) or training is None or sum(1 for each in placed.members if each.ranks) == 1:
         return ()
     if training.strategy == "zero1" and spec.evaluate is None:
-        return (OPTIMIZER,)
+        return ("optimizer",)
     # Stage 3 of DeepSpeed partitions each weight from the whole of it; it is evaluated as fsdp2 is.
     shards = training.strategy == "fsdp2" or (training.strategy == "deepspeed" and spec.evaluate is not None)
     return TENSOR_KINDS if shards else ()

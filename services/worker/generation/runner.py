@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from services.kit.code_package import PackageError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
+from services.worker.cache.late_input import LateInput
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.checkpoints.output_folder import OutputKeeper, describe_unkept, write_to_log
@@ -205,17 +207,18 @@ class GenerationRunner:
 
     async def _run_ranks(self, pins: CachePins, follower: JournalFollower, stager: CheckpointStager) -> Report:
         inputs: GenerationInputs | None = None
-        if self.files.is_launched:
-            dataset, partial = await self._reopen_dataset(pins), await self._reopen_checkpoint(follower, pins)
-        else:
+        dataset, checkpoint = LateInput[DatasetView](), LateInput[PartialCheckpoint]()
+        if not self.files.is_launched:
             inputs = await self._prepare(pins)
             if inputs is None:
                 position = RunPosition.of(self.placed, follower.state.ranks)
                 return self._build_report.released(position, clean=True, detail="no rank had been started")
-            dataset, partial = inputs.dataset, inputs.partial
+            dataset, checkpoint = LateInput.of(inputs.dataset), LateInput.of(inputs.partial)
             await self._begin_outputs(inputs, follower)
-        control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset, partial)
-        async with control, _background(follower.run()) as following:
+        control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset, checkpoint)
+        # The ranks of an earlier life need their agent although the store may be away.
+        reopening = self._reopen_inputs(dataset, checkpoint, follower, pins) if inputs is None else _do_nothing()
+        async with control, _background(reopening), _background(follower.run()) as following:
             if inputs is not None:
                 await self._launch(inputs)
             async with _background(stager.run()) as staging, _background(self._keeper.run()) as keeping:
@@ -275,26 +278,26 @@ class GenerationRunner:
         metrics.REATTACHED.inc()
         log.info("reattached to ranks", pids=self.pids)
 
-    async def _reopen_dataset(self, pins: CachePins) -> DatasetView | None:
-        """Continue to fetch shards for ranks that an earlier life of the agent started."""
-        try:
-            return await open_dataset(self._context, self.placed, self.member, self.files.folder, pins)
-        except (CacheError, TransientError, OSError) as error:
-            # The ranks may have all that they need; if not, the control socket refuses their next shard.
-            log.warning("the dataset cannot be reopened", error=str(error))
-            return None
+    async def _reopen_inputs(
+        self,
+        dataset: LateInput[DatasetView],
+        checkpoint: LateInput[PartialCheckpoint],
+        follower: JournalFollower,
+        pins: CachePins,
+    ) -> None:
+        """Go on to fetch what ranks read that an earlier life of the agent started."""
+        opening = partial(open_dataset, self._context, self.placed, self.member, self.files.folder, pins)
+        await asyncio.gather(
+            dataset.open_again("the run's dataset", opening),
+            checkpoint.open_again("the run's checkpoint", partial(self._reopen_checkpoint, follower, pins)),
+        )
 
     async def _reopen_checkpoint(self, follower: JournalFollower, pins: CachePins) -> PartialCheckpoint | None:
-        """Continue to fetch what ranks read of the checkpoint that an earlier life of the agent laid out in parts."""
         launch = Launch.model_validate_json(self.files.launch.read_bytes())
         has_to_load = any(follower.state.ranks[rank].started is None for rank in self.member.ranks)
         if launch.resume is None or launch.resume_folder is None or not launch.resume_is_partial or not has_to_load:
             return None
-        try:
-            return await self._context.cache.reopen_checkpoint(launch.resume, launch.resume_folder, pins)
-        except (CacheError, TransientError, OSError) as error:
-            log.warning("the checkpoint cannot be reopened", error=str(error))
-            return None
+        return await self._context.cache.reopen_checkpoint(launch.resume, launch.resume_folder, pins)
 
     def _follow_journals(self) -> JournalFollower:
         try:
@@ -605,6 +608,10 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.
         await cancel_and_wait(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
+
+
+async def _do_nothing() -> None:
+    """Stand for work that there is none of."""
 
 
 async def _traced(name: str, work: Coroutine[Any, Any, T]) -> T:

@@ -24,12 +24,14 @@ from contracts.ranks import (
     json_line,
 )
 from services.worker.cache.dataset_view import DatasetView
+from services.worker.cache.late_input import InputUnavailableError, LateInput
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 
 log = structlog.get_logger(__name__)
 
 #: Bytes of one line: a plan lists thousands of shards.
 LINE_MAX_BYTES = 2**22
+OTHER_GENERATION = "another generation was placed"
 
 
 class ControlSocket:
@@ -40,11 +42,12 @@ class ControlSocket:
         path: Path,
         generation: int,
         on_doorbell: Callable[[], None],
-        view: DatasetView | None = None,
-        checkpoint: PartialCheckpoint | None = None,
+        dataset: LateInput[DatasetView] | None = None,
+        checkpoint: LateInput[PartialCheckpoint] | None = None,
     ) -> None:
         self.path, self._generation, self._on_doorbell = path, generation, on_doorbell
-        self._view, self._checkpoint = view, checkpoint
+        self._dataset: LateInput[DatasetView] = dataset or LateInput.of(None)
+        self._checkpoint: LateInput[PartialCheckpoint] = checkpoint or LateInput.of(None)
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
         self._has_lost_peer = False
@@ -89,10 +92,11 @@ class ControlSocket:
                     match RANK_LINE.validate_json(raw):
                         case HelloLine() as hello:
                             rank = self._register(hello, writer)
-                        case ShardPlanLine() as plan if self._view is not None:
-                            self._view.apply_plan(plan)
+                        case ShardPlanLine() as plan:
+                            await self._apply_plan(plan)
                         case ShardRequestLine() as request:
-                            await self._reply_when_ready(request, writer)
+                            problem = await self._fetch_shard(request)
+                            self._send(writer, ShardReplyLine(shard=request.shard, problem=problem))
                         case RangeRequestLine() as request:
                             problem = await self._fill_range(request)
                             self._send(writer, RangeReplyLine(file=request.file, problem=problem))
@@ -112,7 +116,7 @@ class ControlSocket:
     def _register(self, hello: HelloLine, writer: asyncio.StreamWriter) -> int | None:
         """Register a rank; return None if it belongs to another generation."""
         if hello.generation != self._generation:
-            self._send(writer, StopLine(grace_s=0, reason="another generation was placed", checkpoint=False))
+            self._send(writer, StopLine(grace_s=0, reason=OTHER_GENERATION, checkpoint=False))
             return None
         self._ranks[hello.rank] = writer
         if self._has_lost_peer:
@@ -122,22 +126,30 @@ class ControlSocket:
         self._on_doorbell()
         return hello.rank
 
-    async def _reply_when_ready(self, request: ShardRequestLine, writer: asyncio.StreamWriter) -> None:
-        """Reply to a rank when the shard that it requests is in its folder, or cannot be had."""
+    async def _apply_plan(self, plan: ShardPlanLine) -> None:
+        with suppress(InputUnavailableError):  # the rank learns it when it needs a shard
+            if (view := await self._dataset.get()) is not None:
+                view.apply_plan(plan)
+
+    async def _fetch_shard(self, request: ShardRequestLine) -> str:
+        """Return '' when the shard that a rank requests is in its folder, else why it cannot be had."""
         if request.generation != self._generation:
-            problem = "another generation was placed"
-        elif self._view is None:
-            problem = "the agent could not reopen the run's dataset: see its log"
-        else:
-            problem = await self._view.request(request)
-        self._send(writer, ShardReplyLine(shard=request.shard, problem=problem))
+            return OTHER_GENERATION
+        try:
+            view = await self._dataset.get()
+        except InputUnavailableError as error:
+            return str(error)
+        return "the run has no dataset" if view is None else await view.request(request)
 
     async def _fill_range(self, request: RangeRequestLine) -> str:
+        """Return '' when the bytes that a rank requests are in the file, else why they cannot be had."""
         if request.generation != self._generation:
-            return "another generation was placed"
-        if self._checkpoint is None:
-            return "the agent could not reopen the run's checkpoint: see its log"
-        return await self._checkpoint.request(request)
+            return OTHER_GENERATION
+        try:
+            checkpoint = await self._checkpoint.get()
+        except InputUnavailableError as error:
+            return str(error)
+        return "no checkpoint is fetched in parts" if checkpoint is None else await checkpoint.request(request)
 
     def _send(self, writer: asyncio.StreamWriter, line: Line) -> None:
         if not writer.is_closing():

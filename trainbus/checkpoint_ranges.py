@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from contracts.ranks import Launch, RangeReplyLine, RangeRequestLine
-from trainbus.agent_request import RETRY_S, request_from_agent
+from trainbus.agent_request import PATIENCE_S, request_until_answered
 from trainbus.trainer.checkpoint.files import CheckpointError
 from trainbus.trainer.checkpoint.tensor_file import RequireRange
-
-#: Seconds without an agent after which a rank gives up.
-PATIENCE_S = 60.0
 
 
 class CheckpointRanges:
@@ -32,27 +26,10 @@ class CheckpointRanges:
         """
         file = path.relative_to(self._folder).as_posix()
         line = RangeRequestLine(rank=self._rank, generation=self._generation, file=file, start=start, stop=stop)
-        answered_s = time.monotonic()
-        while True:
-            raw, connected = request_from_agent(self._agent, line)
-            if (reply := _parse(raw)) is not None:
-                if reply.problem:
-                    raise CheckpointError(reply.problem)
-                return
-            if connected:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s > self._patience_s:
-                raise CheckpointError(f"{file} is not here, and no agent has answered for {self._patience_s:g} s")
-            time.sleep(RETRY_S)
+        if problem := request_until_answered(self._agent, line, RangeReplyLine, file, patience_s=self._patience_s):
+            raise CheckpointError(problem)
 
 
 def find_ranges(launch: Launch, rank: int) -> RequireRange | None:
     """Return what is to be called before a range of the checkpoint is read; None: all of it is here."""
     return CheckpointRanges(launch, rank) if launch.resume_is_partial else None
-
-
-def _parse(raw: bytes | None) -> RangeReplyLine | None:
-    try:
-        return None if raw is None else RangeReplyLine.model_validate_json(raw)
-    except ValidationError:
-        return None

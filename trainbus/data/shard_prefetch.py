@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardReplyLine, ShardRequestLine, json_line
-from trainbus.agent_request import POLL_S, RETRY_S, request_from_agent
+from trainbus.agent_request import PATIENCE_S, POLL_S, request_until_answered
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.read_plan import ShardNeed
 from trainbus.data.reader import DatasetError
@@ -48,7 +46,7 @@ class ShardPrefetcher:
         rank: int = 0,
         generation: int = 1,
         waits: BatchTimings | None = None,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Set up the prefetcher; it connects to the agent on the first call.
 
@@ -175,26 +173,18 @@ class ShardPrefetcher:
         return (self._folder / shard.path).exists() and (self._folder / shard.index_path).exists()
 
     def _wait_for(self, shard: ShardFile) -> None:
-        answered_s = time.monotonic()
-        while not self._is_here(shard):
-            answer, connected = self._request(shard)
-            if answer is not None and answer.problem:
-                raise DatasetError(answer.problem)
-            if connected:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s > self._patience_s:
-                raise DatasetError(f"{shard.path} is not here, and no agent has answered for {self._patience_s:g} s")
-            if answer is None:
-                time.sleep(RETRY_S)
-
-    def _request(self, shard: ShardFile) -> tuple[ShardReplyLine | None, bool]:
-        """Return the agent's answer, None if it ended without one, and whether there was an agent."""
-        want = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
-        reply, connected = request_from_agent(self._agent, want, lambda: self._is_here(shard))
-        try:
-            return None if reply is None else ShardReplyLine.model_validate_json(reply), connected
-        except ValidationError:
-            return None, connected
+        line = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
+        while not self._is_here(shard):  # an agent that says so may mean a shard that was evicted since
+            problem = request_until_answered(
+                self._agent,
+                line,
+                ShardReplyLine,
+                shard.path,
+                patience_s=self._patience_s,
+                is_here=lambda: self._is_here(shard),
+            )
+            if problem:
+                raise DatasetError(problem)
 
 
 def _is_open(connection: socket.socket) -> bool:

@@ -22,17 +22,16 @@ from contracts.disk_space import DISK_FULL
 from contracts.events.checkpoint import Exactness
 from contracts.ranks import CheckpointLine
 from contracts.spec.training import Training
+from contracts.tensor_files import TENSOR_KINDS, TensorKind, tensors_file
 from trainbus.agent_link import Journal
 from trainbus.trainer.checkpoint import CheckpointError, CheckpointSchedule, FailureHistory, Progress
-from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
+from trainbus.trainer.checkpoint.files import state_digest, state_json
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
 from trainbus.trainer.checkpoint.writer import CheckpointWriter, RankFiles, write
 from trainbus.trainer.divergence import check_finite
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import (
-    KINDS,
-    Kind,
     State,
     StateEntries,
     StateEntry,
@@ -240,7 +239,7 @@ class CheckpointManager:
         """Return the share of each rank, and lay out the buffers for that of this one."""
         shares = divide_entries(entries.tensors, self._world.size)
         own = shares[self._world.rank]
-        likes = {kind: {entry.name: entry.like for entry in own if entry.kind == kind} for kind in KINDS}
+        likes = {kind: {entry.name: entry.like for entry in own if entry.kind == kind} for kind in TENSOR_KINDS}
         self._staging.lay_out(_files(likes, self._world.rank))
         return shares
 
@@ -293,7 +292,7 @@ class CheckpointManager:
             self._copied.set()
 
 
-def _files(tensors: Mapping[Kind, Mapping[str, Tensor]], rank: int) -> dict[str, dict[str, Tensor]]:
+def _files(tensors: Mapping[TensorKind, Mapping[str, Tensor]], rank: int) -> dict[str, dict[str, Tensor]]:
     """Return tensors by the files that a rank saves them in."""
     return {tensors_file(kind, rank): dict(found) for kind, found in tensors.items() if found or kind != "ema"}
 

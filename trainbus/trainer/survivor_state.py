@@ -28,6 +28,7 @@ from torch import Tensor
 
 from contracts.disk_space import measure_folder
 from contracts.machine_limits import limited_memory
+from contracts.tensor_files import TENSOR_KINDS, TensorKind, parse_tensors_file
 from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import STATE, digests_file
@@ -35,13 +36,12 @@ from trainbus.trainer.checkpoint.reader import open_tensors, read_state
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
 from trainbus.trainer.divergence import TrainingDiverged, check_finite
 from trainbus.trainer.readable_tensor import MemoryTensor, ReadableTensor
-from trainbus.trainer.training_state import KINDS, Kind, State
+from trainbus.trainer.training_state import State
 from trainbus.trainer.world import World
 
 _GENERATION = re.compile(r"g(\d+)")
 _OWNER = re.compile(r"step_.*-rank_(\d+)")
 _STEP = re.compile(r"step_(\d+)-rank_\d+")
-_MODEL = re.compile(r"model-(\d+)\.safetensors")
 
 #: Held by the rank of a node that allocates memory.
 LOCK = ".lock"
@@ -50,7 +50,7 @@ SHM = Path("/dev/shm")
 #: Snapshots take at most this share of the time.
 SNAPSHOT_SHARE = 0.01
 
-TensorsByKind = dict[Kind, dict[str, ReadableTensor]]
+TensorsByKind = dict[TensorKind, dict[str, ReadableTensor]]
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -87,7 +87,8 @@ def find_local_parts(
             if not number or not step or int(number[1]) >= generation or int(step[1]) < at_least:
                 continue
             offer = found.setdefault(StateKey(int(number[1]), int(step[1]), index), LocalParts())
-            offer.parts |= {int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))}
+            parsed = [parse_tensors_file(file.name) for file in path.iterdir()]
+            offer.parts |= {named[1]: path for named in parsed if named is not None and named[0] == "model"}
     for key, offer in list(found.items()):
         if 0 in offer.parts:
             try:
@@ -143,7 +144,7 @@ def _open(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | Non
 
 
 def _open_part(folder: Path, part: int) -> StatePart:
-    kinds = {kind: open_tensors(folder, kind) for kind in KINDS}
+    kinds = {kind: open_tensors(folder, kind) for kind in TENSOR_KINDS}
     path = folder / digests_file(part)
     if path.exists():  # survivor state in memory has no digests, since no disk can have changed it
         try:
@@ -158,14 +159,14 @@ def _open_part(folder: Path, part: int) -> StatePart:
 
 
 def _join(parts: Iterable[StatePart]) -> LoadedCheckpoint:
-    whole: TensorsByKind = {kind: {} for kind in KINDS}
+    whole: TensorsByKind = {kind: {} for kind in TENSOR_KINDS}
     heads = []
     for part in parts:
         heads += [part.head] if part.head is not None else []
         for kind, tensors in part.kinds.items():
             whole[kind] |= tensors
     ((progress, state),) = heads
-    state.model, state.optimizer.tensors, state.ema = (whole[kind] for kind in KINDS)
+    state.model, state.optimizer.tensors, state.ema = (whole[kind] for kind in TENSOR_KINDS)
     return LoadedCheckpoint(progress, state)
 
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from contracts.tensor_files import TensorKind
 from trainbus.trainer.optimizer_state import AnyTensor, OptimizerState
 from trainbus.trainer.world import World
-
-Kind = Literal["model", "optimizer", "ema"]
-KINDS: tuple[Kind, ...] = ("model", "optimizer", "ema")
 
 #: Starts to bring a tensor to the rank ``owner`` and returns a function that waits for it. On the owner that function
 #: returns the whole tensor; on other ranks its result has no meaning.
@@ -44,7 +42,7 @@ class State(Generic[AnyTensor]):
     scaler: dict[str, Any] | None = None
 
     @property
-    def tensors(self) -> dict[Kind, dict[str, AnyTensor]]:
+    def tensors(self) -> dict[TensorKind, dict[str, AnyTensor]]:
         """The tensors by kind and name."""
         return {"model": self.model, "optimizer": self.optimizer.tensors, "ema": self.ema}
 
@@ -53,7 +51,7 @@ class State(Generic[AnyTensor]):
 class StateEntry:
     """One tensor of the state. All ranks list the same entries in the same order."""
 
-    kind: Kind
+    kind: TensorKind
     name: str
     #: A tensor of the whole one's shape and dtype; its values have no meaning, and it may be on meta.
     like: Tensor
@@ -80,7 +78,7 @@ class StateEntries:
     scaler: dict[str, Any] | None = None
 
 
-def local_entries(kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+def local_entries(kind: TensorKind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
     """List tensors that every rank holds whole."""
 
     def fetch(tensor: Tensor) -> Fetch:

@@ -6,18 +6,19 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.events.run import CheckpointRef
+from contracts.manifest import files_of
 from contracts.spec.run import Code
+from contracts.tensor_files import TENSOR_KINDS, parse_tensors_file
 from services.kit.chunks import FileRange, place_piece, restore_file
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
@@ -36,11 +37,6 @@ log = structlog.get_logger(__name__)
 PARALLEL_CHUNKS = 8
 #: Folder of the shards in the cache's folder.
 SHARDS_FOLDER = "shards"
-#: What a file of a Task's checkpoint has tensors of (docs/checkpoints.md).
-OPTIMIZER = "optimizer"
-TENSOR_KINDS = ("model", OPTIMIZER, "ema")
-_TENSOR_FILE = re.compile(rf"({'|'.join(TENSOR_KINDS)})-\d+\.safetensors")
-_FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
 class CacheError(ValueError):
@@ -196,7 +192,7 @@ class NodeCache:
         with _explain_damage(uri):
             ref, files = await self._read_manifest(uri, manifest_sha256)
             if weights_only:
-                files = tuple(file for file in files if _kind_of(file) != OPTIMIZER)
+                files = tuple(file for file in files if _kind_of(file) != "optimizer")
             await self._lay_out(files, folder, pins)
         return ref
 
@@ -269,7 +265,7 @@ class NodeCache:
             manifest_sha256=found,
             step_is_count=manifest.get("step_is_count", False),
         )
-        return ref, _FILES.validate_python(manifest["files"])
+        return ref, files_of(content)
 
     async def _lay_out(self, files: Sequence[CheckpointFile], folder: Path, pins: CachePins) -> None:
         targets = [(folder / relative_path(file.path), file) for file in files]
@@ -284,8 +280,8 @@ class NodeCache:
             CacheError: there is no such manifest.
         """
         try:
-            return _FILES.validate_python(json.loads(await self._objects.get(uri))["files"])
-        except (ObjectNotFound, ValueError, KeyError, TypeError, ValidationError) as error:
+            return files_of(await self._objects.get(uri))
+        except (ObjectNotFound, ValueError) as error:
             raise CacheError(f"the manifest {uri} cannot be used: {error!r}") from error
 
     def add_checkpoint_file(self, path: Path, file: CheckpointFile) -> None:
@@ -317,8 +313,8 @@ class NodeCache:
 
 def _kind_of(file: CheckpointFile) -> str:
     """Return the kind of a file's tensors; '' if it has none."""
-    match = _TENSOR_FILE.fullmatch(file.path)
-    return "" if match is None else match[1]
+    named = parse_tensors_file(file.path)
+    return "" if named is None else named[0]
 
 
 @contextmanager

@@ -44,10 +44,6 @@ class Progress:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def tensors_file(kind: str, rank: int) -> str:
-    return f"{kind}-{rank}.safetensors"
-
-
 def digests_file(rank: int) -> str:
     return f"digests-{rank}.json"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from contracts.tensor_files import TENSOR_KINDS, parse_tensors_file, tensors_file
 from trainbus.trainer.checkpoint.files import (
     MAX_STATE_BYTES,
     STATE,
@@ -14,12 +14,11 @@ from trainbus.trainer.checkpoint.files import (
     CheckpointError,
     Progress,
     check_safe,
-    tensors_file,
 )
 from trainbus.trainer.checkpoint.tensor_file import RequireRange, open_tensor_file
 from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.readable_tensor import ReadableTensor
-from trainbus.trainer.training_state import KINDS, State
+from trainbus.trainer.training_state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def load(folder: Path, require: RequireRange | None = None) -> LoadedCheckpoint:
         for kind in ("model", "optimizer"):
             if not (folder / tensors_file(kind, rank)).is_file():
                 raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
-    state.model, state.optimizer.tensors, state.ema = (open_tensors(folder, kind, require) for kind in KINDS)
+    state.model, state.optimizer.tensors, state.ema = (open_tensors(folder, kind, require) for kind in TENSOR_KINDS)
     return LoadedCheckpoint(progress, state)
 
 
@@ -71,8 +70,9 @@ def read_state(folder: Path) -> tuple[Progress, State[ReadableTensor]]:
 def open_tensors(folder: Path, kind: str, require: RequireRange | None = None) -> dict[str, ReadableTensor]:
     """Return all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; empty where there are none."""
     found: dict[str, ReadableTensor] = {}
-    pattern = re.compile(rf"{kind}-\d+\.safetensors")
-    for path in sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
+    for path in sorted(folder.iterdir()):
+        if (named := parse_tensors_file(path.name)) is None or named[0] != kind:
+            continue
         tensors = open_tensor_file(path, require)
         if twice := found.keys() & tensors.keys():
             raise CheckpointError(f"{min(twice)!r} is in {path.name} of the checkpoint and in another file")

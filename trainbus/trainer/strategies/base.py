@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contracts.spec.training import Training
+from contracts.tensor_files import TensorKind
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.tree import divide_leaves
 from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.peers import UpdateConfirmation
 from trainbus.trainer.readable_tensor import ReadableTensor
-from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
+from trainbus.trainer.training_state import State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
 
 #: The type that autocast computes in; weights, gradients and optimizer state keep the type of the task's model.
@@ -146,7 +147,7 @@ class Strategy(ABC):
         tensors = [*self._entries("model", self.model.state_dict()), *optimizer, *self._entries("ema", ema or {})]
         return StateEntries(tensors, state.values, state.groups, self._scale.state())
 
-    def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+    def _entries(self, kind: TensorKind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         return local_entries(kind, tensors)
 
     def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState[Tensor]]:

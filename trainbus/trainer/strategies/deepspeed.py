@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contracts.spec.training import Training
+from contracts.tensor_files import TensorKind
 from trainbus.data.loader import to_device
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
@@ -27,7 +28,7 @@ from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.strategies.partitioned_build import PartitionedBuild
-from trainbus.trainer.training_state import Kind, StateEntry, local_entries
+from trainbus.trainer.training_state import StateEntry, local_entries
 from trainbus.trainer.world import World
 
 
@@ -176,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
             self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+    def _entries(self, kind: TensorKind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         if kind != "model":
             return local_entries(kind, tensors)
         entries: list[StateEntry] = []
@@ -188,7 +189,7 @@ class DeepSpeedStrategy(Strategy):
         return entries
 
     def _gathered_entry(
-        self, kind: Kind, name: str, parameter: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]
+        self, kind: TensorKind, name: str, parameter: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]
     ) -> StateEntry:
         """List a tensor, shaped as a parameter, that a collective call puts together on all ranks at once."""
 

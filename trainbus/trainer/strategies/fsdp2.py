@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
+from contracts.tensor_files import TensorKind
 from trainbus.task import Task
 from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.checkpoint.weights import WeightSource, load_except
@@ -32,7 +33,7 @@ from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch, read
 from trainbus.trainer.readable_tensor import MemoryTensor, ReadableTensor
 from trainbus.trainer.strategies.base import StepResult, Strategy
 from trainbus.trainer.strategies.fsdp_units import find_fsdp_units
-from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
+from trainbus.trainer.training_state import StateEntries, StateEntry
 from trainbus.trainer.world import World
 
 
@@ -184,10 +185,10 @@ class FSDP2Strategy(Strategy):
         parameters = dict(self.model.named_parameters())
         return super().state_entries({name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()})
 
-    def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+    def _entries(self, kind: TensorKind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
         return [self._entry(kind, name, tensor.detach()) for name, tensor in tensors.items()]
 
-    def _entry(self, kind: Kind, name: str, tensor: Tensor) -> StateEntry:
+    def _entry(self, kind: TensorKind, name: str, tensor: Tensor) -> StateEntry:
         is_live = self._world.size == 1 or not isinstance(tensor, DTensor)
         return StateEntry(kind, name, tensor, partial(self._gather, tensor), is_live)
 

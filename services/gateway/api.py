@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from contracts import subjects, topology
 from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
-from contracts.envelope import MAX_BODY_BYTES, InvalidData
+from contracts.envelope import MAX_BODY_BYTES
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import (
     CancelRequested,
@@ -28,10 +27,9 @@ from contracts.events.train import (
     TrainRequested,
     UndrainRequested,
 )
-from contracts.problems import describe_detail
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
-from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, KeyReused, recorded_why, same_request
+from services.gateway.commands import MAX_KEY, Commands, KeyReused, recorded_why, same_request
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
@@ -47,8 +45,10 @@ from services.gateway.page import (
     docs_assets_dir,
 )
 from services.gateway.policy_routes import policy_routes
+from services.gateway.problems import RESPONSES, add_problem_handlers
 from services.gateway.projection import Projection, event_row
-from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
+from services.gateway.queries import NotFound, Row
+from services.gateway.run_lookup import find_run
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
@@ -66,7 +66,6 @@ StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
 Text = Annotated[str | None, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=500)]
 Reason = Annotated[str, Query(max_length=2000)]
-ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
 
 
 def build_api(service: Service, projection: Projection, files: RunFiles, settings: GatewaySettings) -> FastAPI:
@@ -75,13 +74,13 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
         title="trainbus",
         version="1",
         description="Train models and follow them. Name a run by its id, a unique beginning of it, or its name.",
-        responses=ERRORS,
+        responses=RESPONSES,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; /docs is served by _operation_routes
         redoc_url=None,
     )
     app.add_middleware(SameSite)
     app.add_middleware(Instrument)
-    _add_error_handlers(app)
+    add_problem_handlers(app)
     commands = Commands(service.bus)
     app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(service, commands, projection))
@@ -101,10 +100,10 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
 async def find(projection: Projection, reference: str) -> Row:
     """The run, waiting briefly for the read model if it is not there: it may have been published just now."""
     try:
-        return await queries.find_run(projection.store, reference)
+        return await find_run(projection.store, reference)
     except NotFound:
         await projection.catch_up()
-        return await queries.find_run(projection.store, reference)
+        return await find_run(projection.store, reference)
 
 
 # -- runs -----------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         known: Row | None = None
         if key:
             with suppress(NotFound):
-                known = await queries.find_run(store, run_id)
+                known = await find_run(store, run_id)
             if known is not None and not same_request(known, train):
                 raise KeyReused(key)
         response.headers["Location"] = f"/training-runs/{run_id}"
@@ -231,7 +230,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         envelope = commands.envelope(RestoreRequested, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
         with suppress(NotFound):
-            known = await queries.find_run(store, run_id) if key else None
+            known = await find_run(store, run_id) if key else None
             # A training asked for under the same key is this very run.
             if key and known is not None and known["parent_run_id"] != row["run_id"]:
                 raise KeyReused(key)
@@ -338,7 +337,7 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         if row["state"] not in TERMINAL_STATES and (answer := await commands.ask_scheduler(row)) is not None:
             return answer
         await projection.catch_up()
-        return recorded_why(await queries.find_run(store, row["run_id"]))
+        return recorded_why(await find_run(store, row["run_id"]))
 
     return router
 
@@ -353,7 +352,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Encode, route: str
     ) -> Response:
         async def is_finished() -> bool:
-            return done(await queries.find_run(store, row["run_id"]))
+            return done(await find_run(store, row["run_id"]))
 
         events = EventStream(bus, stream, subject, after, is_finished, encode, route)
         if await events.is_exhausted():
@@ -487,45 +486,6 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     return router
-
-
-# -- errors -----------------------------------------------------------------------
-
-
-#: The status of the answer to each error of the read model and the bus.
-STATUS = {NotFound: 404, AmbiguousReference: 409, KeyReused: 409, BadCursor: 422, BusUnavailable: 503}
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    def error_response(status: int, detail: str, **more: Any) -> JSONResponse:
-        headers = {"Retry-After": "2"} if status == 503 else None
-        return JSONResponse(views.Error(detail=detail, **more).model_dump(exclude_defaults=True), status, headers)
-
-    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, str(error.detail))
-
-    async def on_known(_: Request, error: Exception) -> JSONResponse:
-        return error_response(STATUS[type(error)], str(error), candidates=getattr(error, "candidates", []))
-
-    async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
-        problems = [views.Problem(field=field, message=message) for field, message in error.problems]
-        return error_response(422, str(error), problems=problems)
-
-    async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        problems = [
-            views.Problem(field=".".join(str(part) for part in detail["loc"][1:]), message=describe_detail(detail))
-            for detail in error.errors()
-        ]
-        return error_response(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)
-
-    handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[JSONResponse]]] = {
-        **dict.fromkeys(STATUS, on_known),
-        HTTPException: on_http,
-        InvalidData: on_invalid,
-        RequestValidationError: on_validation,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
 
 
 __all__ = ["build_api", "find"]

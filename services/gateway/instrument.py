@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from opentelemetry.trace import SpanKind
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import metrics
+from services.gateway.problems import problem_response
 from services.kit import telemetry
 
 
@@ -28,12 +28,8 @@ class SameSite:
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             site = dict(scope["headers"]).get(b"sec-fetch-site", b"none")
             if site not in (b"none", b"same-origin"):
-                detail = {
-                    "detail": "requests from pages of other web sites are refused",
-                    "problems": [],
-                    "candidates": [],
-                }
-                await JSONResponse(detail, status_code=403)(scope, receive, send)
+                refusal = problem_response(403, "requests from pages of other web sites are refused")
+                await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -20,13 +20,22 @@ from contracts.state.node import drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
 from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
-from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
+from services.gateway.store import (
+    CHECKPOINTS,
+    DATASETS,
+    EVENTS,
+    MODELS,
+    NODES,
+    POINTS,
+    PROGRESS,
+    RUNS,
+    Store,
+    begins_with,
+)
 
 log = structlog.get_logger(__name__)
 
 Row = Mapping[Any, Any]
-#: Runs named in the answer to an ambiguous prefix.
-MAX_CANDIDATES = 10
 #: What runs are counted by, and how many values of each are named: the most frequent ones.
 COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
 MAX_COUNTED_VALUES = 100
@@ -43,32 +52,8 @@ class NotFound(Exception):
     """Nothing is known under this name."""
 
 
-class AmbiguousReference(Exception):
-    """A name or prefix means several runs."""
-
-    def __init__(self, reference: str, candidates: list[str]) -> None:
-        self.candidates = candidates
-        super().__init__(f"{reference!r} could mean {len(candidates)} runs or more: give the run's id")
-
-
 class BadCursor(ValueError):
     """The cursor is none that this interface gave out."""
-
-
-async def find_run(store: Store, reference: str) -> Row:
-    """The run with this id, else with this name, else whose id alone begins like this."""
-    for condition in (
-        RUNS.c.run_id == reference,
-        RUNS.c.name == reference,
-        RUNS.c.run_id.startswith(reference, autoescape=True),
-    ):
-        query = RUNS_AND_PROGRESS.where(condition).order_by(RUNS.c.requested_at.desc()).limit(MAX_CANDIDATES)
-        rows = await store.fetch(query)
-        if len(rows) == 1:
-            return rows[0]
-        if rows:
-            raise AmbiguousReference(reference, [row["run_id"] for row in rows])
-    raise NotFound(f"no run has the id, the name or the beginning of an id {reference!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class RunFilter:
             parts = [
                 RUNS.c[column].icontains(self.text, autoescape=True) for column in ("name", "user", "team", "model")
             ]
-            found.append(sa.or_(*parts, RUNS.c.run_id.startswith(self.text, autoescape=True)))
+            found.append(sa.or_(*parts, begins_with(RUNS.c.run_id, self.text)))
         return found
 
 

@@ -28,7 +28,7 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 log = structlog.get_logger(__name__)
 
 #: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
@@ -38,13 +38,21 @@ R = TypeVar("R")
 
 
 class _Text(sa.TypeDecorator[str]):
-    """Text that PostgreSQL can hold too: it has no NUL."""
+    """Text that PostgreSQL can hold too: it has no NUL. It is ordered by its bytes, in every database and locale."""
 
     impl = sa.Text
     cache_ok = True
 
+    def load_dialect_impl(self, dialect: sa.Dialect) -> sa.types.TypeEngine[str]:
+        return dialect.type_descriptor(sa.Text(collation="C" if dialect.name == "postgresql" else None))
+
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
         return value if value is None else value.replace("\0", "\N{SYMBOL FOR NULL}")
+
+
+def begins_with(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a column begins with ``text``, as a range: ``LIKE`` would read the whole table."""
+    return sa.and_(column >= text, column < text + "\U0010ffff")
 
 
 def is_about_values(error: Exception) -> bool:

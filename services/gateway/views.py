@@ -29,20 +29,11 @@ class View(BaseModel):
     model_config = ConfigDict(from_attributes=True, ser_json_inf_nan="strings")
 
 
-class Problem(View):
+class FieldProblem(View):
     """One thing wrong with a request; ``field`` is dotted, '' is the request as a whole."""
 
     field: str
     message: str
-
-
-class Error(View):
-    """Any answer that is not a success."""
-
-    detail: str
-    problems: list[Problem] = []
-    #: Runs that an ambiguous name or prefix could mean.
-    candidates: list[str] = []
 
 
 class StoredPackage(BaseModel):
@@ -278,7 +269,7 @@ class RunDetail(RunSummary):
     placements: list[dict[str, int]]
     #: What each node's ranks reported when they started: from where, in which environment.
     starts: list[dict[str, Any]]
-    problems: list[Problem]
+    problems: list[FieldProblem]
     evaluation: dict[str, Any] | None
     #: None if no checkpoint has a metric that the request names.
     best_checkpoint: BestCheckpoint | None = None

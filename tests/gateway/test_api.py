@@ -208,11 +208,47 @@ async def test_references(gateway: Running, bus: Bus) -> None:
         await publish(bus, RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="t"))
     for reference, run_id in (("rabc1", "rabc1"), ("one", "rabc1"), ("rx", "rxyz")):
         assert (await gateway.get(f"/training-runs/{reference}"))["run_id"] == run_id
-    for reference in ("rabc", "two"):
+    assert (await gateway.client.get("/training-runs/on")).json()["run_id"] == "rabc1"
+    for reference in ("rabc", "two", "t"):
         answer = await gateway.client.get(f"/training-runs/{reference}")
         assert (answer.status_code, len(answer.json()["candidates"])) == (409, 2)
     missing = await gateway.client.get("/training-runs/nothing")
     assert (missing.status_code, "nothing" in missing.json()["detail"]) == (404, True)
+    mistyped = await gateway.client.get("/training-runs/onee")
+    assert mistyped.json()["detail"].endswith("did you mean one?")
+    assert mistyped.json()["candidates"] == ["one"]
+
+
+async def test_every_error_is_a_problem_document(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("services.gateway.queries.count_runs", fail)
+    evil = {"sec-fetch-site": "cross-site"}
+    for method, path, status, options in (
+        ("GET", "/training-runs/nothing", 404, {}),
+        ("GET", "/nowhere", 404, {}),
+        ("DELETE", "/training-runs", 405, {}),
+        ("GET", "/training-runs?limit=0", 422, {}),
+        ("GET", "/training-runs?cursor=x", 422, {}),
+        ("GET", "/training-runs?counts=true", 500, {}),
+        ("POST", "/training-runs", 415, {}),
+        ("POST", "/training-runs", 422, {"json": {"slots": -1}}),
+        ("POST", "/training-runs", 403, {"headers": evil}),
+    ):
+        answer = await gateway.client.request(method, path, **options)
+        found = answer.json()
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), path
+        assert (found["status"], bool(found["title"]), bool(found["detail"])) == (status, True, True), found
+        assert found["type"] == "about:blank" or found["type"].startswith("urn:trainbus:problem:"), found
+    nowhere = (await gateway.client.get("/nowhere")).json()
+    assert nowhere["detail"] == "there is no GET /nowhere: /docs lists what there is"
+    schema = (await gateway.client.get("/openapi.json")).json()
+    for path, methods in schema["paths"].items():
+        for method, route in methods.items():
+            errors = {code: each["content"] for code, each in route["responses"].items() if code >= "400"}
+            assert errors.keys() >= {"404", "422", "500", "503"}, (method, path)
+            assert all([*content] == ["application/problem+json"] for content in errors.values()), (method, path)
 
 
 async def test_pages_by_cursor(gateway: Running, bus: Bus) -> None:

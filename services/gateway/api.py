@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Annotated, Any, Literal
@@ -45,7 +46,7 @@ from services.gateway.page import (
     docs_assets_dir,
 )
 from services.gateway.policy_routes import policy_routes
-from services.gateway.problems import RESPONSES, add_problem_handlers
+from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import NotFound, Row
 from services.gateway.run_lookup import find_run
@@ -65,6 +66,9 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
 Text = Annotated[str | None, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=500)]
+#: The longest range of events in one answer.
+MAX_RANGE = 10_000
+RangeLimit = Annotated[int, Query(ge=1, le=MAX_RANGE, description="without follow: at most so many events")]
 Reason = Annotated[str, Query(max_length=2000)]
 
 
@@ -81,6 +85,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.add_middleware(SameSite)
     app.add_middleware(Instrument)
     add_problem_handlers(app)
+    describe_problems(app)
     commands = Commands(service.bus)
     app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(service, commands, projection))
@@ -359,12 +364,33 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return Response(status_code=204)  # an EventSource then does not come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
-    async def read_stored(stream: str, subject: str, after: int, encode: Encode) -> tuple[list[Any], int]:
-        found = await bus.read_history(subject, stream=stream, start_sequence=after + 1)
-        return [encode(item)[1] for item in found], found[-1].sequence if found else after
+    async def read_stored(stream: str, subject: str, after: int, encode: Encode, limit: int) -> views.StoredRange:
+        """Read at most ``limit`` events that are stored after a sequence."""
+        found: list[Message[Any]] = []
+        async with aclosing(bus.follow(stream, (subject,), after + 1, until_caught_up=True)) as batches:
+            async for batch in batches:
+                found += batch
+                if len(found) > limit:
+                    break
+        return views.StoredRange.of([(item.sequence, encode(item)[1]) for item in found], limit, after)
+
+    async def read_tail(subject: str, after: int, lines: int) -> views.Logs:
+        """Read the last batches that together hold so many lines; only they are in memory."""
+        kept: deque[views.LogBatch] = deque()
+        held = 0
+        async with aclosing(bus.follow(topology.LOGS.name, (subject,), after + 1, until_caught_up=True)) as batches:
+            async for batch in batches:
+                for item in batch:
+                    kept.append(views.LogBatch.model_validate(item.event.model_dump()))
+                    held, after = held + len(kept[-1].lines), item.sequence
+                    while held - len(kept[0].lines) >= lines:
+                        held -= len(kept.popleft().lines)
+        return views.Logs(batches=list(kept), last_event_id=after, has_more=False)
 
     @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
-    async def get_metrics(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+    async def get_metrics(
+        run: str, follow: Follow = True, last_event_id: LastEventId = 0, limit: RangeLimit = 1000
+    ) -> Any:
         """Metric points as server-sent events ``metrics``: all there are, then live, then ``end``."""
         row = await find(projection, run)
         subject = subjects.progress(row["run_id"])
@@ -372,26 +398,31 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.PROGRESS.name, subject, last_event_id, _terminal, _encode_metrics, "metrics"
             )
-        batches, last = await read_stored(topology.PROGRESS.name, subject, last_event_id, _encode_metrics)
-        return views.Metrics(batches=batches, last_event_id=last)
+        found = await read_stored(topology.PROGRESS.name, subject, last_event_id, _encode_metrics, limit)
+        return views.Metrics(batches=found.items, **found.position)
 
     @router.get("/training-runs/{run}/logs", response_model=views.Logs)
     async def get_logs(
         run: str,
         follow: Follow = True,
         last_event_id: LastEventId = 0,
-        tail: Annotated[int | None, Query(ge=1, description="without follow: about this many last lines")] = None,
+        limit: RangeLimit = 1000,
+        tail: Annotated[int | None, Query(ge=1, le=MAX_RANGE, description="without follow: the last lines")] = None,
     ) -> Any:
         """Output lines of all ranks as server-sent events ``log``."""
         row = await find(projection, run)
         subject = subjects.log(row["run_id"])
         if follow:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
-        batches, last = await read_stored(topology.LOGS.name, subject, last_event_id, _encode_log)
-        return views.Logs(batches=_last_batches(batches, tail) if tail else batches, last_event_id=last)
+        if tail is not None:
+            return await read_tail(subject, last_event_id, tail)
+        found = await read_stored(topology.LOGS.name, subject, last_event_id, _encode_log, limit)
+        return views.Logs(batches=found.items, **found.position)
 
     @router.get("/training-runs/{run}/events", response_model=views.Facts)
-    async def get_events(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+    async def get_events(
+        run: str, follow: Follow = True, last_event_id: LastEventId = 0, limit: RangeLimit = 1000
+    ) -> Any:
         """The run's facts as server-sent events named after the fact; ends with the verdict, if one is due."""
         row = await find(projection, run)
         if follow:
@@ -399,8 +430,9 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.FACTS.name, subject, last_event_id, views.is_settled, _encode_fact, "events"
             )
-        facts = await queries.run_facts(store, row["run_id"], last_event_id)
-        return views.Facts(events=facts, last_event_id=facts[-1].sequence if facts else last_event_id)
+        facts = await queries.run_facts(store, row["run_id"], last_event_id, limit + 1)
+        found = views.StoredRange.of([(fact.sequence, fact) for fact in facts], limit, last_event_id)
+        return views.Facts(events=found.items, **found.position)
 
     return router
 
@@ -415,15 +447,6 @@ def _encode_metrics(item: Message[RunProgress]) -> tuple[str, views.MetricBatch]
 
 def _encode_log(item: Message[RunLog]) -> tuple[str, views.LogBatch]:
     return "log", views.LogBatch.model_validate(item.event.model_dump())
-
-
-def _last_batches(batches: list[views.LogBatch], lines: int) -> list[views.LogBatch]:
-    """Return the last batches that together hold ``lines`` lines."""
-    kept = len(batches)
-    while kept and lines > 0:
-        kept -= 1
-        lines -= len(batches[kept].lines)
-    return batches[kept:]
 
 
 def _encode_fact(item: Message[Any]) -> tuple[str, views.Fact]:

@@ -43,9 +43,10 @@ class Problem(BaseModel):
     candidates: list[str] = Field([], description="ids or names of runs that a name could mean")
 
 
+SCHEMA_REF = "#/components/schemas/Problem"
 #: For the OpenAPI document: what every route may answer.
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    code: {"description": HTTPStatus(code).phrase, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
+    code: {"description": HTTPStatus(code).phrase, "content": {MEDIA_TYPE: {"schema": {"$ref": SCHEMA_REF}}}}
     for code in (403, 404, 405, 409, 413, 415, 422, 500, 502, 503)
 }
 
@@ -63,6 +64,19 @@ def problem_response(status: int, detail: str, kind: str = "", **more: Any) -> J
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
     content = problem.model_dump(exclude_defaults=True) | {"type": problem.type}
     return JSONResponse(content, status, headers, media_type=MEDIA_TYPE)
+
+
+def describe_problems(app: FastAPI) -> None:
+    """Have the OpenAPI document of the application hold the schema that ``RESPONSES`` refer to."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+        document["components"]["schemas"] |= {**problem.pop("$defs"), "Problem": problem}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def add_problem_handlers(app: FastAPI) -> None:

@@ -153,9 +153,10 @@ async def run_detail(store: Store, row: Row) -> views.RunDetail:
     return views.RunDetail.model_validate({**views.run_fields(row), "best_checkpoint": best, "timeline": timeline})
 
 
-async def run_facts(store: Store, run_id: str, after: int = 0) -> list[views.Fact]:
-    """The facts of a run in order; those of its dataset and model that name it included."""
+async def run_facts(store: Store, run_id: str, after: int = 0, limit: int | None = None) -> list[views.Fact]:
+    """The first ``limit`` facts of a run after a sequence; those of its dataset and model that name it included."""
     query = sa.select(EVENTS).where(EVENTS.c.run_id == run_id, EVENTS.c.sequence > after).order_by(EVENTS.c.sequence)
+    query = query.limit(limit)
     return [views.Fact.model_validate(views.timeline_fields(row)) for row in await store.fetch(query)]
 
 

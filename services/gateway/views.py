@@ -289,10 +289,36 @@ class Fact(TimelineEntry):
     data: dict[str, Any]
 
 
-class Facts(View):
-    events: list[Fact]
-    #: Pass it as ``Last-Event-ID`` to follow from here.
+class Range(View):
+    """A part of a stream of events."""
+
+    #: Pass it as ``Last-Event-ID`` to go on from here.
     last_event_id: int
+    has_more: bool = Field(description="whether more was there, after `last_event_id`")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """What one answer has of a stream."""
+
+    items: list[Any]
+    last_event_id: int
+    has_more: bool
+
+    @classmethod
+    def of(cls, found: list[tuple[int, Any]], limit: int, after: int) -> StoredRange:
+        """Return the first ``limit`` of what was found, each with its sequence, after the sequence ``after``."""
+        kept = found[:limit]
+        return cls([item for _, item in kept], kept[-1][0] if kept else after, len(found) > limit)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The fields of ``Range``."""
+        return {"last_event_id": self.last_event_id, "has_more": self.has_more}
+
+
+class Facts(Range):
+    events: list[Fact]
 
 
 class MetricBatch(View):
@@ -309,9 +335,8 @@ class MetricBatch(View):
     points: list[dict[str, Any]]
 
 
-class Metrics(View):
+class Metrics(Range):
     batches: list[MetricBatch]
-    last_event_id: int
 
 
 class Curves(View):
@@ -328,9 +353,8 @@ class LogBatch(View):
     lines: list[str]
 
 
-class Logs(View):
+class Logs(Range):
     batches: list[LogBatch]
-    last_event_id: int
 
 
 class Checkpoints(View):

@@ -202,6 +202,27 @@ async def test_logs(gateway: Running, bus: Bus) -> None:
         assert not (await gateway.get(f"/training-runs/{RUN}/logs?follow=false", headers=newer))["batches"]
 
 
+async def test_events_logs_and_metrics_are_read_by_ranges(gateway: Running, bus: Bus) -> None:
+    await publish(bus, *life())
+    for number in range(5):
+        await publish(bus, RunLog(run_id=RUN, generation=1, rank=0, offset=number, lines=(f"line {number}",)))
+    url = f"/training-runs/{RUN}"
+    for name, field in (("events", "events"), ("metrics", "batches"), ("logs", "batches")):
+        everything = await gateway.get(f"{url}/{name}?follow=false")
+        assert not everything["has_more"]
+        found: list[Any] = []
+        page = {"last_event_id": 0, "has_more": True}
+        while page["has_more"]:
+            last = {"Last-Event-ID": str(page["last_event_id"])}
+            page = await gateway.get(f"{url}/{name}?follow=false&limit=2", headers=last)
+            assert 1 <= len(page[field]) <= 2
+            found += page[field]
+        assert found == everything[field]
+        assert len(found) > 2 or name == "metrics"
+    for limit in (0, 10_001):
+        assert (await gateway.client.get(f"{url}/logs?follow=false&limit={limit}")).status_code == 422
+
+
 async def test_references(gateway: Running, bus: Bus) -> None:
     for run_id, name in (("rabc1", "one"), ("rabc2", "two"), ("rxyz", "two")):
         spec = SPEC.model_copy(update={"name": name})

@@ -7,7 +7,7 @@ It consists of plain files and a socket in the run's folder, so that a script in
 - ``rank_<n>.jsonl`` (rank -> agent): the rank's journal, one JSON object a line, append-only. It
   is a file so that it outlives both sides: appending never blocks a training step, a restart of the agent
   loses nothing, and the agent keeps its own offset.
-- ``agent.sock`` (both ways, one JSON object a line): the agent sends ``stop`` and ``checkpoint_now``;
+- ``agent.sock`` (both ways, one JSON object a line): the agent sends ``stop`` and ``peer_lost``;
   a rank sends ``hello`` once, and a bare newline ("doorbell") after each urgent line of its journal. On separate
   connections, without a hello, a rank sends its ``read_plan`` (which shards it will read when) and a ``shard_request``
   for the shard that it waits for; the agent replies with a ``shard_reply`` when that lies in the dataset's folder or
@@ -366,13 +366,7 @@ class PeerLostLine(Line):
     kind: Literal["peer_lost"] = "peer_lost"
 
 
-class CheckpointNowLine(Line):
-    """Agent -> rank: take a checkpoint at the next step."""
-
-    kind: Literal["checkpoint_now"] = "checkpoint_now"
-
-
-ControlLine = Annotated[StopLine | PeerLostLine | CheckpointNowLine, Field(discriminator="kind")]
+ControlLine = Annotated[StopLine | PeerLostLine, Field(discriminator="kind")]
 CONTROL_LINE: TypeAdapter[ControlLine] = TypeAdapter(ControlLine)
 
 

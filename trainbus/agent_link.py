@@ -21,7 +21,6 @@ from contracts.progress import ring_name
 from contracts.ranks import (
     CONTROL_LINE,
     EXIT_STOPPED,
-    CheckpointNowLine,
     EndedLine,
     HelloLine,
     JournalLine,
@@ -138,7 +137,6 @@ class Control:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
-        self._checkpoint_now = threading.Event()
         self.reason = ""
         #: Called from the link's thread when another rank is gone.
         self.on_peer_lost: Callable[[], None] = lambda: None
@@ -149,18 +147,9 @@ class Control:
             self.reason = reason
             self._stop.set()
 
-    def request_checkpoint(self) -> None:
-        self._checkpoint_now.set()
-
     @property
     def stop_requested(self) -> bool:
         return self._stop.is_set()
-
-    def take_checkpoint_request(self) -> bool:
-        """Return whether a checkpoint was requested since the last call."""
-        asked = self._checkpoint_now.is_set()
-        self._checkpoint_now.clear()
-        return asked
 
 
 class AgentLink:
@@ -236,8 +225,6 @@ class AgentLink:
             print(f"trainbus: ignored a control line: {error.errors()[0]['msg']}", flush=True)
             return
         match command:
-            case CheckpointNowLine():
-                self._control.request_checkpoint()
             case PeerLostLine():
                 self._control.on_peer_lost()
             case StopLine(checkpoint=False) as stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -33,6 +34,7 @@ from trainbus.data.dataset import Dataset
 from trainbus.task import Task, TaskError, load_task
 from trainbus.trainer import checkpoint, optimizer_state
 from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import StartPoint
 from trainbus.trainer.step_data import TrainingData
@@ -303,10 +305,12 @@ def test_a_failed_write_fails_the_run_and_removes_its_folder(
     assert checkpoints(tmp_path) == []
 
 
-def test_a_requested_checkpoint_is_saved_at_the_next_step(dataset: Dataset, tmp_path: Path) -> None:
-    control = Control()
-    control.request_checkpoint()
-    train(tmp_path, dataset, control=control, checkpoint_every_steps=1000, validate_every_steps=1000)
+def test_a_checkpoint_that_is_due_by_the_clock_is_saved_after_the_step(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = itertools.chain([True], itertools.repeat(False))
+    monkeypatch.setattr(CheckpointManager, "is_due_by_clock", lambda _: next(answers))
+    train(tmp_path, dataset, checkpoint_every_steps=1000, validate_every_steps=1000)
     assert [line.step for line in checkpoints(tmp_path)] == [1, 19]
 
 

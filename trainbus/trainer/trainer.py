@@ -314,7 +314,7 @@ class Trainer:
             self.progress.step + 1,
             losses,
             stop=self.control.stop_requested,
-            checkpoint_now=self.control.take_checkpoint_request() or self._checkpoints.is_due_by_clock(),
+            checkpoint_now=self._checkpoints.is_due_by_clock(),
             lacks_data=lacks_data,
             busy_s=0.0 if self._straggler is None else self._straggler.busy_s,
             checksum=self._checksum,

@@ -10,13 +10,10 @@ from typing import ClassVar
 
 import structlog
 
-from contracts.events.node import NodeNotice
+from contracts.events.node import LEAST_GRACE_S, NodeNotice
 from services.worker import metrics
 
 log = structlog.get_logger(__name__)
-
-#: Seconds for a small checkpoint, however late a notice comes.
-MIN_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class NodeNotices:
         """Return the seconds of a run that asks for ``requested_s`` to save its state."""
         if notice.grace_s is None:
             return requested_s
-        return min(requested_s, max(notice.grace_s - self._margin_s, MIN_GRACE_S))
+        return min(requested_s, max(notice.grace_s - self._margin_s, LEAST_GRACE_S))
 
     def facts(self, incarnation: str) -> list[NodeNotice]:
         """Return the facts with the time that remains now. Published again, they are the same facts."""

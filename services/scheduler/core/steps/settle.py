@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
+from contracts.events.node import LEAST_GRACE_S
 from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
@@ -12,9 +13,6 @@ from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun
 from services.scheduler.core.place.maintenance import must_leave
 from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
 from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
-
-#: However late a notice is heard, the ranks are given the time for a small checkpoint.
-LEAST_GRACE_S = 1.0
 
 Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
 

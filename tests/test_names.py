@@ -20,10 +20,12 @@ NOUNS = {
         "evaluation",
         "feed",
         "lightning",
+        "nothing",
         "ring",
         "scheduling",
         "seed",
         "setting",
+        "unlimited",
     ),
     *("sharding", "speed", "staging", "string", "tracking", "training"),
 }
@@ -45,6 +47,12 @@ ADVERBS = {
     ),
     *("together", "when"),
 }
+#: Words that ask and do not name.
+INTERROGATIVES = {"how", "what", "where", "which", "who", "whose", "why"}
+#: Participles that no ending shows.
+IRREGULAR = {"built", "gone", "held", "kept", "lost", "made", "read", "said", "seen", "sent", "shown", "told", "turns"}
+#: Units that a number's name ends with.
+UNITS = {"s", "ms"}
 VAGUE_VERBS = {
     *("begin", "bring", "do", "give", "go", "happen", "hear", "heed", "hold", "keep", "leave", "let", "look", "make"),
     *("mind", "say", "see", "saw", "take", "tell", "told", "want"),
@@ -88,6 +96,64 @@ def test_no_function_is_named_by_a_lone_vague_verb_or_adverb() -> None:
     functions = definitions((ast.FunctionDef, ast.AsyncFunctionDef))
     found = [f"{place} {name}" for place, name in functions if name.strip("_") in VAGUE_VERBS | ADVERBS]
     assert not found, "\n".join(found)
+
+
+def names_nothing(name: str) -> bool:
+    """Whether the name of a number, or of a test module, is one word that says nothing of what it is."""
+    words = [word for word in name.strip("_").lower().split("_") if word not in UNITS]
+    return len(words) == 1 and (is_participle(words[0]) or words[0] in VAGUE_VERBS | INTERROGATIVES | IRREGULAR)
+
+
+def numbers() -> Iterator[tuple[str, str]]:
+    """Yield the place and the name of every constant of a module that is a number."""
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
+                pairs = (
+                    zip(target.elts, node.value.elts, strict=False)
+                    if _are_tuples(target, node.value)
+                    else [(target, node.value)]
+                )
+                for name, value in pairs:
+                    if isinstance(name, ast.Name) and name.id.isupper() and _is_number(value):
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}", name.id
+
+
+def _are_tuples(target: ast.expr, value: ast.expr) -> bool:
+    return isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+
+
+def _is_number(value: ast.expr) -> bool:
+    return all(
+        isinstance(each.value, int | float)
+        if isinstance(each, ast.Constant)
+        else not isinstance(each, ast.Name | ast.Call)
+        for each in ast.walk(value)
+        if isinstance(each, ast.expr)
+    ) and isinstance(value, ast.Constant | ast.BinOp | ast.UnaryOp)
+
+
+def test_no_number_is_named_by_a_lone_participle_or_verb() -> None:
+    found = [f"{place} {name}" for place, name in numbers() if names_nothing(name)]
+    assert not found, "\n".join(found)
+
+
+def test_no_test_module_is_named_by_a_lone_participle_or_question() -> None:
+    modules = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [str(path.relative_to(ROOT)) for path in modules if names_nothing(path.stem.removeprefix("test_"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["NAMED", "KEPT", "LOOK_S", "MAKING_S", "where", "judged", "_SHOWN"])
+def test_the_check_of_numbers_and_test_modules_can_fail(name: str) -> None:
+    assert names_nothing(name)
+
+
+@pytest.mark.parametrize("name", ["MAX_NAMES", "READ_BYTES", "RETRY_S", "ledger", "trainer", "KEPT_SNAPSHOTS"])
+def test_the_check_of_numbers_and_test_modules_lets_names_pass(name: str) -> None:
+    assert not names_nothing(name)
 
 
 @pytest.mark.parametrize("word", ["placed", "waiting", "beside", "singly"])

@@ -21,7 +21,7 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs
 from tests.kit.support import until
-from tests.kit.test_conditional import ignore_conditions
+from tests.kit.test_conditional_deletes import ignore_conditions
 from tests.manual_clock import ManualClock
 
 MIB = 2**20

@@ -45,7 +45,7 @@ from trainbus.client.views import RunView
 from trainbus.commands import run_output, run_tables
 from trainbus.commands.options import parse_rank
 from trainbus.commands.run_output import ProgressLines, format_progress, format_rate, print_run
-from trainbus.commands.run_wait import MISSED, REACHED, TIMED_OUT, wait_for_runs
+from trainbus.commands.run_wait import EXIT_MISSED, EXIT_REACHED, EXIT_TIMED_OUT, wait_for_runs
 from trainbus.commands.times import parse_since
 
 RUN = "r1"
@@ -355,19 +355,19 @@ async def test_a_follower_of_a_request_learns_why_nothing_happens(
 
 async def test_waiting_ends_with_the_outcome(client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
     await publish(bus, accepted(), *supported(COMPLETED), accepted("r2"), RunFailed(run_id="r2", reason="it broke"))
-    assert await wait_for_runs(client, [RUN], "ended", None, as_json=False) == REACHED
-    assert await wait_for_runs(client, [RUN, "r2"], "ended", None, as_json=False) == MISSED
+    assert await wait_for_runs(client, [RUN], "ended", None, as_json=False) == EXIT_REACHED
+    assert await wait_for_runs(client, [RUN, "r2"], "ended", None, as_json=False) == EXIT_MISSED
     assert "r2 digits failed: it broke" in capsys.readouterr().out
-    assert await wait_for_runs(client, ["r2"], "failed", None, as_json=True) == REACHED
+    assert await wait_for_runs(client, ["r2"], "failed", None, as_json=True) == EXIT_REACHED
     assert '"reached": true' in capsys.readouterr().out
 
 
 async def test_waiting_for_a_milestone(client: AsyncClient, bus: Bus) -> None:
     await publish(bus, accepted(), placed())
-    assert await wait_for_runs(client, [RUN], "accepted", 30, as_json=False) == REACHED
-    assert await wait_for_runs(client, [RUN], "placed", 30, as_json=False) == REACHED
-    assert await wait_for_runs(client, [RUN], "started", 0.5, as_json=False) == TIMED_OUT
+    assert await wait_for_runs(client, [RUN], "accepted", 30, as_json=False) == EXIT_REACHED
+    assert await wait_for_runs(client, [RUN], "placed", 30, as_json=False) == EXIT_REACHED
+    assert await wait_for_runs(client, [RUN], "started", 0.5, as_json=False) == EXIT_TIMED_OUT
     await publish(bus, RunStarted(run_id=RUN, generation=1, node_id="a"))
-    assert await wait_for_runs(client, [RUN], "started", 30, as_json=False) == REACHED
+    assert await wait_for_runs(client, [RUN], "started", 30, as_json=False) == EXIT_REACHED
     with pytest.raises(UsageError, match="give ended, accepted"):
         await wait_for_runs(client, [RUN], "done", None, as_json=False)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.core.fold import fold
-from services.scheduler.core.place.fragmentation import RARITY_PARTS, UNCOUNTED, FragmentationScores, Worth, rarity_of
+from services.scheduler.core.place.fragmentation import (
+    RARITY_PARTS,
+    UNCOUNTED_REST,
+    FragmentationScores,
+    Worth,
+    rarity_of,
+)
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
@@ -58,7 +64,7 @@ def room(
 )
 def test_fragmentation_of_one_shape(typical: Shape, left: tuple[int, ...], cpus: float, expected: float) -> None:
     worth = Worth(((typical, 7),), "A", "")
-    assert worth.fragmentation(left, int(cpus * 1000), UNCOUNTED) == expected * worth.scale
+    assert worth.fragmentation(left, int(cpus * 1000), UNCOUNTED_REST) == expected * worth.scale
 
 
 def test_fragmentation_is_expected_over_the_workload() -> None:
@@ -78,7 +84,7 @@ def test_memory_and_kind_of_accelerator_count() -> None:
 def test_increase_by_hand() -> None:
     """A half on a half-used accelerator leaves nothing behind; on a whole one it spoils that for wholes."""
     packing = FragmentationScores(((shape(milli=500), 1), (shape(), 1)))
-    state = packing.state([1000, 500], UNCOUNTED, UNCOUNTED)
+    state = packing.state([1000, 500], UNCOUNTED_REST, UNCOUNTED_REST)
     score = packing.increase(state, shape(milli=500))
     assert score is not None
     assert score.share_of == 500

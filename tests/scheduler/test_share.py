@@ -14,7 +14,7 @@ from contracts.scheduling import FairShare, Order, Policy
 from services.scheduler.core.order.queue import iterate
 from services.scheduler.core.order.share import Shares, standing
 from services.scheduler.core.state.usage import TeamUsage
-from tests.scheduler.test_ledger import decayed
+from tests.scheduler.test_usage_ledger import decayed
 
 HALF_LIFE_S = 7200.0
 

@@ -285,7 +285,7 @@ async def test_full_disk_shrinks_the_cache(
     """The disk has room for three shards, fewer than the setting: ranks get theirs one after the other."""
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
     each = stored.size_bytes // 6
-    monkeypatch.setattr(shards_module, "OPENING_S", 0.0)
+    monkeypatch.setattr(shards_module, "OPEN_GRACE_S", 0.0)
     monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
         fetch = shards.files.fetch

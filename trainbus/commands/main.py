@@ -29,8 +29,8 @@ from trainbus.commands import (
     tune,
 )
 
-FAILED = 1
-INTERRUPTED = 130
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 OUR_PACKAGES = ("contracts", "services", "trainbus")
 
 app = typer.Typer(
@@ -81,20 +81,20 @@ def main() -> None:
             "pip install 'trainbus[all]'",
             file=sys.stderr,
         )
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.
         sys.stderr.close()
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILED)
     except json.JSONDecodeError as error:
         print(f"trainbus: a file of the stack is damaged: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"trainbus: {where}{error.strerror or error}", file=sys.stderr)
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

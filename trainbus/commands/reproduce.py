@@ -37,9 +37,9 @@ from trainbus.commands import render
 #: Exit codes; 2 is a run that cannot be reproduced.
 SAME, DIFFERS = 0, 1
 #: Rows of the table that stand on the screen at a time.
-SHOWN = 15
+VISIBLE_ROWS = 15
 #: Names of differing tensors that are listed.
-LISTED = 8
+MAX_LISTED_TENSORS = 8
 
 
 @dataclass(slots=True)
@@ -135,8 +135,8 @@ class ReproductionScreen:
         made = render.table("step", "recorded", "reproduced", "", right=("step",))
         steps = sorted(self.planned.wanted)
         reached = len([step for step in steps if step <= max(self.comparison.compared, default=0)])
-        first = max(0, min(reached - SHOWN // 2, len(steps) - SHOWN))
-        for step in steps[first : first + SHOWN]:
+        first = max(0, min(reached - VISIBLE_ROWS // 2, len(steps) - VISIBLE_ROWS))
+        for step in steps[first : first + VISIBLE_ROWS]:
             compared = self.comparison.compared.get(step)
             digest = (compared.digest or "none")[:16] if compared else ""
             verdict = ("[green]same[/]" if compared.same else "[bold red]differs[/]") if compared else ""
@@ -232,7 +232,7 @@ def _print(result: ReproductionResult, *, as_json: bool) -> None:
     console.print(f"  recorded   {result.recorded_digest}\n  reproduced {result.reproduced_digest}", soft_wrap=True)
     if result.tensor is not None:
         more = [name for name in result.differing if name != result.tensor]
-        others = ", ".join(more[:LISTED]) + (" ..." if len(more) > LISTED else "")
+        others = ", ".join(more[:MAX_LISTED_TENSORS]) + (" ..." if len(more) > MAX_LISTED_TENSORS else "")
         where = f" (at step {result.tensor_step})" if result.tensor_step != result.step else ""
         console.print(f"  first differing tensor{where}: [bold]{render.escape(result.tensor)}[/]", soft_wrap=True)
         if more:

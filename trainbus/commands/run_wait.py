@@ -16,7 +16,7 @@ from trainbus.commands.runs import MILESTONES
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
 
-REACHED, MISSED, TIMED_OUT = 0, 1, 124
+EXIT_REACHED, EXIT_MISSED, EXIT_TIMED_OUT = 0, 1, 124
 #: States in which a run ends, and what it passes before.
 ENDS = ("completed", "failed", "cancelled")
 
@@ -35,15 +35,15 @@ async def wait_for_runs(
             if milestone not in ("ended", *ENDS) and has_reached(view, milestone):
                 break
 
-    code = REACHED
+    code = EXIT_REACHED
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*map(wait_for, views))
     except TimeoutError:
-        code = TIMED_OUT
+        code = EXIT_TIMED_OUT
     reached = {run_id: has_reached(view, milestone) for run_id, view in views.items()}
-    if code == REACHED and not all(reached.values()):
-        code = MISSED
+    if code == EXIT_REACHED and not all(reached.values()):
+        code = EXIT_MISSED
     if as_json:
         fields = ("run_id", "name", "state", "reason", "step", "metrics")
         plain = [{name: getattr(view, name) for name in fields} for view in views.values()]
@@ -52,7 +52,7 @@ async def wait_for_runs(
         reason = render.escape(format_reason(view.reason))
         name = render.escape(view.name)
         render.console().print(f"{view.run_id} {name} {render.state(view.state)}{reason}", soft_wrap=True)
-    if code == TIMED_OUT:
+    if code == EXIT_TIMED_OUT:
         left = sum(not each for each in reached.values())
         print(f"trainbus: {left} of {len(views)} not {milestone} after {timeout_s:g} s; they go on", file=sys.stderr)
     return code

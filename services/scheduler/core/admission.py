@@ -17,9 +17,9 @@ from services.scheduler.core.state.cluster import Cluster, Run
 #: what an event may have.
 MAX_SPEC_BYTES = MAX_BODY_BYTES // 2
 #: How many of the existing checkpoints a rejection lists.
-LISTED = 20
+MAX_LISTED_CHECKPOINTS = 20
 #: How many problems the reason of a rejection names; the fact has all of them.
-NAMED = 5
+MAX_NAMED_PROBLEMS = 5
 #: The longest name of a run.
 NAME_LENGTH = 200
 
@@ -63,7 +63,8 @@ def answer_invalid(run_id: str, data: Any, problems: Iterable[tuple[str, str]]) 
     name = data.get("name") if isinstance(data, dict) else None
     listed = tuple(Problem(field=field, message=message) for field, message in problems)
     reason = "the request is not valid: " + "; ".join(
-        f"{problem.field}: {problem.message}" if problem.field else problem.message for problem in listed[:NAMED]
+        f"{problem.field}: {problem.message}" if problem.field else problem.message
+        for problem in listed[:MAX_NAMED_PROBLEMS]
     )
     return RejectRun(run_id, name[:NAME_LENGTH] if isinstance(name, str) else None, reason, listed)
 
@@ -96,5 +97,5 @@ def _existing(parent: Run) -> str:
     steps = sorted({(committed.ref.step, committed.ref.epoch) for committed in parent.checkpoints.values()})
     if not steps:
         return "it has none at all"
-    listed = ", ".join(f"step {step} (epoch {epoch})" for step, epoch in steps[-LISTED:])
+    listed = ", ".join(f"step {step} (epoch {epoch})" for step, epoch in steps[-MAX_LISTED_CHECKPOINTS:])
     return f"these exist: {listed}"

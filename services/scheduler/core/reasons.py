@@ -13,7 +13,7 @@ from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
 
 #: How many runs or nodes a message names.
-NAMED = 5
+MAX_NAMES = 5
 #: Why a run is not complete whose ranks have ended well.
 UNCOMMITTED: Code = "uncommitted"
 
@@ -63,7 +63,7 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
             )
         case "draining":
             names = ", ".join(
-                sorted(n.node_id for n in cluster.nodes.values() if n.alive and not n.is_schedulable)[:NAMED]
+                sorted(n.node_id for n in cluster.nodes.values() if n.alive and not n.is_schedulable)[:MAX_NAMES]
             )
             return (
                 f"needs at least {_slots(need)}, but only {why.capacity} are left while these nodes are being "
@@ -268,5 +268,5 @@ def _slots(count: int) -> str:
 def list_names(names: Iterable[str], what: str = "run") -> str:
     """Return the first names with what they name: ``runs a, b and 3 more``."""
     listed = list(names)
-    shown = ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
+    shown = ", ".join(listed[:MAX_NAMES]) + (f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else "")
     return f"{what}{'s' if len(listed) != 1 else ''} {shown}"

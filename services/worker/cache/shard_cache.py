@@ -38,8 +38,8 @@ URGENT_FETCHES = 4
 #: Shards verified at a time: a core each.
 CHECKS = 2
 #: Seconds in which a shard that a rank waited for is not evicted, so that the rank can open it.
-OPENING_S = 5.0
-AHEAD_S = 60.0
+OPEN_GRACE_S = 5.0
+READ_AHEAD_S = 60.0
 RETRY_S = 1.0
 #: Seconds without another try to evict other files, after one freed too little: each try lists every file.
 EVICTION_PAUSE_S = 5.0
@@ -55,7 +55,7 @@ class ShardCache:
         files: ShardFiles,
         max_bytes: int,
         *,
-        ahead_s: float = AHEAD_S,
+        ahead_s: float = READ_AHEAD_S,
         now: Callable[[], float] = time.monotonic,
         other_files: FileCache | None = None,
     ) -> None:
@@ -240,7 +240,7 @@ class ShardCache:
     def _unevictable(self) -> set[str]:
         """Return the shards that are being verified, that ranks wait for, or that they are about to open."""
         now = self._now()
-        self._delivered = {sha256: at_s for sha256, at_s in self._delivered.items() if now - at_s < OPENING_S}
+        self._delivered = {sha256: at_s for sha256, at_s in self._delivered.items() if now - at_s < OPEN_GRACE_S}
         return {*self._checking, *self._delivered, *self._requested}
 
     def evict(self, sha256: str) -> int:

@@ -34,9 +34,9 @@ from services.scheduler.core.state.slot_request import SLOT_MILLI
 #: has slots.
 LEVELS, LEVELS_HELD = 32, 12
 #: How often the plan is played.
-PLAYED = 24
+MAX_PLAYS = 24
 #: Steps of all plays of one estimate together: with a longer line it is played less often, but never less than this.
-STEPS, PLAYED_AT_LEAST = 50_000, 8
+STEPS, MIN_PLAYS = 50_000, 8
 #: How many of one user's queued runs turn out as long as the others of the same play: sweeps end alike.
 ALIKE = 0.5
 #: The pace is measured over this time, and over this number of starts at least.
@@ -49,12 +49,12 @@ ALIKE_WAITS = 5.0
 ENOUGH = 20
 #: Errors that overlap by this share count as one. (This and the factor above were
 #: chosen on one trace, and tried on others: docs/scheduler.md.)
-SHARED = 0.7
+ALIKE_OVERLAP = 0.7
 #: A run that still waits yields an error once it has waited this many times what is left: before, its first and its
 #: present estimate are the same.
 EARLY_ERROR_FROM = 0.5
 #: How many errors, and estimates yet to be held against their start, are remembered; and how many are noted at a time.
-ERRORS, MADE, NOTED = 1_000, 1_000, 3
+MAX_ERRORS, MAX_OPEN_ESTIMATES, ESTIMATES_PER_ROUND = 1_000, 1_000, 3
 #: The range shown leaves out so much at either end.
 LEFT_OUT = 0.1
 #: How the waits of others are predicted from.
@@ -149,7 +149,7 @@ def played(
     free: Sequence[int], holders: Sequence[PoolAllocation], requests: Sequence[PoolRequest], rng: random.Random
 ) -> list[list[float]]:
     """For each claim, when it starts in each of many plays, ascending."""
-    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(requests) + 1)))
+    times = max(MIN_PLAYS, min(MAX_PLAYS, STEPS // (len(holders) + len(requests) + 1)))
     found: list[list[float]] = [[] for _ in requests]
     for _ in range(times):
         for start, starts in zip(play(free, holders, requests, rng), found, strict=True):
@@ -320,12 +320,12 @@ class Error(NamedTuple):
 class Errors:
     """Estimates, and what came of them."""
 
-    known: deque[Error] = field(default_factory=lambda: deque(maxlen=ERRORS))
+    known: deque[Error] = field(default_factory=lambda: deque(maxlen=MAX_ERRORS))
     #: (run, generation) -> when its start was estimated, in seconds since the epoch, and the wait expected then.
     made: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def note(self, key: str, now_s: float, expected_s: float) -> None:
-        if key not in self.made and len(self.made) < MADE:
+        if key not in self.made and len(self.made) < MAX_OPEN_ESTIMATES:
             self.made[key] = (now_s, expected_s)
 
     def started(self, key: str, at_s: float) -> None:
@@ -388,7 +388,7 @@ def _independent(errors: Sequence[Error]) -> float:
         covered += max(known_s - max(made_s, until), 0.0)
         until = max(until, known_s)
         total += known_s - made_s
-    return max(covered * len(errors) / total / SHARED, 1.0) if total > 0 else 1.0
+    return max(covered * len(errors) / total / ALIKE_OVERLAP, 1.0) if total > 0 else 1.0
 
 
 # -- the estimates ------------------------------------------------------------------------------------
@@ -428,7 +428,11 @@ class Estimator:
         fresh = [run_id for run_id in expected if keys[run_id] not in self.errors.made]
         fresh.sort(key=lambda run_id: expected[run_id])
         for place in (
-            sorted({len(fresh) - 1 - (len(fresh) - 1) * part // NOTED for part in range(NOTED)}) if fresh else ()
+            sorted(
+                {len(fresh) - 1 - (len(fresh) - 1) * part // ESTIMATES_PER_ROUND for part in range(ESTIMATES_PER_ROUND)}
+            )
+            if fresh
+            else ()
         ):
             self.errors.note(keys[fresh[place]], now_s, expected[fresh[place]])
 

@@ -23,7 +23,7 @@ from services.scheduler.core.state.durations import run_kind_of
 from services.scheduler.core.state.slot_request import slot_request_of
 
 #: How many kinds of accelerator, clusters and teams are tried.
-TRIED = 20
+MAX_TRIED_VALUES = 20
 HIGHEST_PRIORITY = 1000
 
 
@@ -157,12 +157,12 @@ def _other_kind(attempt: Attempt, why: Why) -> Iterator[Change]:
     others: list[dict[str, Any]] = []
     if spec.resources.accelerators:
         kinds = sorted({node.accelerator for node in nodes} - set(spec.resources.accelerators))
-        others += [{"resources.accelerators": [kind]} for kind in kinds[:TRIED]]
+        others += [{"resources.accelerators": [kind]} for kind in kinds[:MAX_TRIED_VALUES]]
     if spec.scheduling.capacity != "any":
         others.append({"scheduling.capacity": "any"})
     if spec.scheduling.clusters:
         clusters = sorted({node.labels.get("cluster", "") for node in nodes} - set(spec.scheduling.clusters) - {""})
-        others += [{"scheduling.clusters": [name]} for name in clusters[:TRIED]]
+        others += [{"scheduling.clusters": [name]} for name in clusters[:MAX_TRIED_VALUES]]
     yield from _those_that_work(attempt, others)
 
 
@@ -180,7 +180,7 @@ def _other_team(attempt: Attempt, why: Why) -> Iterator[Change]:
     if why.code not in ("quota", "ceiling") and "fair-share" not in policy.order.by:
         return
     teams = {quota.team for quota in policy.admit.quotas} | set(policy.fair_share.weights)
-    yield from _those_that_work(attempt, [{"team": team} for team in sorted(teams - {own})[:TRIED]])
+    yield from _those_that_work(attempt, [{"team": team} for team in sorted(teams - {own})[:MAX_TRIED_VALUES]])
 
 
 def _higher_priority(attempt: Attempt, why: Why) -> Iterator[Change]:

@@ -20,7 +20,7 @@ from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s
 
 #: How many of those that hold what a run needs are listed.
-LISTED = 10
+MAX_LISTED_HOLDERS = 10
 
 
 def answer(
@@ -98,7 +98,7 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
                 }
             )
     found.sort(key=lambda each: (each["until"], each["run_id"]))
-    return found[:LISTED], _room_at(cluster, run, wanted, ends)
+    return found[:MAX_LISTED_HOLDERS], _room_at(cluster, run, wanted, ends)
 
 
 def _room_at(

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 
 #: What a node has left of something that is not counted there: more than all ranks of a run can request.
-UNCOUNTED = 1 << 200
+UNCOUNTED_REST = 1 << 200
 #: Values that are remembered at most; beyond, all are forgotten.
-REMEMBERED = 300_000
+MAX_CACHED_VALUES = 300_000
 
 #: Rarity is counted in parts of this size, so that a node that comes or goes changes little.
 RARITY_PARTS = 10
@@ -89,7 +89,7 @@ class Worth:
         key = (left, cpu_milli, memory_bytes)
         value = self._values.get(key)
         if value is None:
-            if len(self._values) >= REMEMBERED:
+            if len(self._values) >= MAX_CACHED_VALUES:
                 self._values.clear()
             value = self._values[key] = self._usable(left, cpu_milli, memory_bytes)
         return value
@@ -115,7 +115,7 @@ class Worth:
         for, what each of them takes, and what they need besides."""
         stock = self._stocks.get(left)
         if stock is None:
-            if len(self._stocks) >= REMEMBERED:
+            if len(self._stocks) >= MAX_CACHED_VALUES:
                 self._stocks.clear()
             stock = self._stocks[left] = []
             for count, milli, needs in self._members:
@@ -151,7 +151,7 @@ class FragmentationScores:
         key = (tuple(sorted(left, reverse=True)), cpu_milli, memory_bytes, model, profile)
         found = self._states.get(key)
         if found is None:
-            if len(self._states) >= REMEMBERED:
+            if len(self._states) >= MAX_CACHED_VALUES:
                 self._forget()
             found = self._states[key] = State(*key)
         return found
@@ -165,7 +165,7 @@ class FragmentationScores:
         scores = self._scores.setdefault(shape, {})
         if state in scores:
             return scores[state]
-        if self._scored >= REMEMBERED:
+        if self._scored >= MAX_CACHED_VALUES:
             self._forget()
             scores = self._scores.setdefault(shape, {})
         self._scored += 1
@@ -242,8 +242,8 @@ class FragmentationScores:
             seen = [milli for milli, each in zip(left, node.profiles, strict=False) if each == profile]
         else:
             seen, profile = left, ""
-        cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED
-        memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED
+        cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED_REST
+        memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED_REST
         return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
 
 

@@ -25,7 +25,7 @@ from services.scheduler.core.state.usage import lineage
 
 NONE: frozenset[str] = frozenset()
 #: How many runs a text names.
-NAMED = 5
+MAX_NAMED_RUNS = 5
 #: For how many runs idle slots are kept from those that would borrow them.
 MAX_OWNERS = 16
 #: A quota that is used up within so long is: the clock of facts is no finer.
@@ -370,5 +370,7 @@ def _slots(count: float) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    shown = ", ".join(names[:MAX_NAMED_RUNS]) + (
+        f" and {len(names) - MAX_NAMED_RUNS} more" if len(names) > MAX_NAMED_RUNS else ""
+    )
     return f"run{'s' if len(names) != 1 else ''} {shown}"

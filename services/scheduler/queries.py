@@ -21,7 +21,7 @@ from services.scheduler.core.explain.estimate import Estimate, Estimator
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import describe_quarantine, explain_quarantine
 from services.scheduler.leader import Leader
-from services.scheduler.replay.policy_diff import diff_policy
+from services.scheduler.policy_diff import diff_policy
 
 #: Instances share the questions; each has folded the same log.
 GROUP = "scheduler"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from contracts.events.run import RunPlaced, RunPreempting
 from contracts.scheduling import Policy
 from services.scheduler import policies
-from services.scheduler.replay.policy_diff import diff_policy, diff_settings, simulate_cycles
+from services.scheduler.policy_diff import diff_policy, diff_settings, simulate_cycles
 from tests.scheduler.world import Chaos, World, spec
 
 PRESETS = [policies.load(name) for name in policies.names()]

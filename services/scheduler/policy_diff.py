@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced, RunPreempting
 from contracts.scheduling import Policy
-from services.scheduler.core.decisions import NOTHING_LEFT
+from services.scheduler.core.decisions import NOTHING_LEFT, decision_record, fact_of
 from services.scheduler.core.fold import apply
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.core.state.cluster import EPOCH, Cluster
-from services.scheduler.replay.cycles import CycleKey, facts_of
 
 #: Cycles that are simulated: what one starts, the next one may preempt. They are at rest after two or three.
 MAX_CYCLES = 10
@@ -82,10 +81,10 @@ def simulate_cycles(
     waits: dict[str, str] = {}
     left_over = NOTHING_LEFT
     for _ in range(MAX_CYCLES):
-        key = CycleKey(cluster.sequence, now, policy.digest, reachable_since, left_over=left_over)
+        record = decision_record(cluster, now, policy, reachable_since, left_over)
         result = run_cycle(cluster, now, policy, reachable_since, max_explained=0, left_over=left_over)
         waits |= {run_id: why.code for run_id, why in result.waits.items()}
-        facts = facts_of(result, cluster, key)
+        facts = [fact_of(decision, cluster, now, record) for decision in result.decisions]
         for fact in facts:
             apply(cluster, fact, cluster.sequence + 1, now)
             if isinstance(fact, RunFact) and (outcome := _outcome(fact)) is not None:

@@ -34,27 +34,28 @@ class Component:
 TRAINING = tuple(
     f"trainbus.{path.stem}"
     for path in sorted((ROOT / "trainbus").iterdir())
-    if path.stem not in ("__init__", "__main__", "__pycache__", "client", "commands", "embedded", "py")
+    if path.stem not in ("__init__", "__main__", "__pycache__", "client", "commands", "embedded", "operate", "py")
     and (path.suffix == ".py" or (path / "__init__.py").exists())
 )
 COMPONENTS = (
     Component(
         "trainbus/commands", "the command line: parse, call the client, print", ("trainbus.commands",), (0, 0, 3, 1)
     ),
-    Component("trainbus/client", "what other Python code imports: Client", ("trainbus.client",), (0, 1, 3, 1)),
+    Component("trainbus/operate", "an operator's questions to the log", ("trainbus.operate",), (0, 1, 3, 1)),
+    Component("trainbus/client", "what other Python code imports: Client", ("trainbus.client",), (0, 2, 3, 1)),
     Component(
-        "trainbus/embedded", "the stack on one machine: supervisor, servers", ("trainbus.embedded",), (0, 2, 3, 1)
+        "trainbus/embedded", "the stack on one machine: supervisor, servers", ("trainbus.embedded",), (0, 3, 3, 1)
     ),
-    Component("services/<name>", "ten services; none imports another", (), (0, 3, 3, 1), "#ddf4e4"),
+    Component("services/<name>", "ten services; none imports another", (), (0, 4, 3, 1), "#ddf4e4"),
     Component(
-        "trainbus (training)", "Task, Trainer, data: the user's process, no bus", TRAINING, (3, 1, 2, 1), "#fff4d6"
+        "trainbus (training)", "Task, Trainer, data: the user's process, no bus", TRAINING, (3, 2, 2, 1), "#fff4d6"
     ),
-    Component("services/kit", "bus, store, leases, jobs, telemetry", ("services.kit",), (0, 4, 3, 1), "#ddf4e4"),
+    Component("services/kit", "bus, store, leases, jobs, telemetry", ("services.kit",), (0, 5, 3, 1), "#ddf4e4"),
     Component(
-        "contracts", "events, subjects, topology, state: pydantic only, no I/O", ("contracts",), (0, 5, 5, 1), "#ddeaf7"
+        "contracts", "events, subjects, topology, state: pydantic only, no I/O", ("contracts",), (0, 6, 5, 1), "#ddeaf7"
     ),
 )
-SERVICES, CONTRACTS = COMPONENTS[3], COMPONENTS[6]
+SERVICES, CONTRACTS = COMPONENTS[4], COMPONENTS[7]
 
 
 def component_of(module: str) -> Component | None:

@@ -54,11 +54,11 @@ from services.kit.follow import follow
 from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
-from services.scheduler.replay.cycles import cycle_key_of
-from services.scheduler.replay.log import Entry, entry_of
-from services.scheduler.replay.verification import verify_log
 from services.scheduler.snapshot import take_snapshot
 from trainbus.embedded.servers import NatsServer
+from trainbus.operate.history.cycles import cycle_key_of
+from trainbus.operate.history.log import Entry, entry_of
+from trainbus.operate.history.verification import verify_log
 
 NODES, SLOTS = 6, 4
 LEASE_TTL_S = 0.8

@@ -34,9 +34,9 @@ from services.scheduler.core.explain.estimate import PACE_S, Estimator
 from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.durations import Distribution, run_kind_of
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, play_trace
-from services.scheduler.simulate.traces import START, Trace, at, read_pai
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.engine import Core, play_trace
+from trainbus.operate.simulation.traces import START, Trace, at, read_pai
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 SHORTEST_S = 1.0

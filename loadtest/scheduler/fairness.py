@@ -26,9 +26,9 @@ from contracts.spec.resources import Slots
 from contracts.spec.run import Code, RunSpec
 from contracts.spec.training import Training
 from loadtest.common import percentile, report
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, WorldEvents, play_trace
-from services.scheduler.simulate.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.engine import Core, WorldEvents, play_trace
+from trainbus.operate.simulation.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
 
 GPUS, PER_NODE, RUN_S = 64, 8, 300.0
 GRACE_S = 30.0

@@ -27,9 +27,9 @@ from contracts.events.node import NodeJoined
 from loadtest.common import percentile, report
 from loadtest.scheduler.published_fgd import PublishedFgd
 from services.scheduler.policies import load
-from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.report import Recorder, figures
-from services.scheduler.simulate.traces import (
+from trainbus.operate.simulation.engine import simulate
+from trainbus.operate.simulation.report import Recorder, figures
+from trainbus.operate.simulation.traces import (
     WHOLE_MILLI,
     Pod,
     packing_trace,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from contracts.events.node import NodeJoined
-from services.scheduler.simulate.traces import WHOLE_MILLI, Pod
+from trainbus.operate.simulation.traces import WHOLE_MILLI, Pod
 
 #: Scores are whole numbers up to this one, as in the published code: nodes that are almost equal are equal.
 MAX_SCORE = 100

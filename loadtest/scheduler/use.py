@@ -22,8 +22,8 @@ from contracts.spec.run import Code, RunSpec
 from contracts.spec.training import Training
 from loadtest.common import report
 from services.scheduler.policies import load
-from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
+from trainbus.operate.simulation.engine import simulate
+from trainbus.operate.simulation.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
 
 NODES, PER_NODE, RUNS_A_DAY, LARGE_A_DAY = 250, 8, 500, 100
 SMALL = (1, 1, 2, 4, 8)

@@ -29,10 +29,10 @@ from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.policies import with_settings
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, play_trace
-from services.scheduler.simulate.generate import jobs
-from services.scheduler.simulate.traces import at, read_pai
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.engine import Core, play_trace
+from trainbus.operate.simulation.generate import jobs
+from trainbus.operate.simulation.traces import at, read_pai
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from contracts.scheduling import Order, Policy, Reclaim
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.steps import place, preempt
-from services.scheduler.replay.verification import verify_log
-from tests.scheduler.test_past import lively, log_of
+from tests.operate.test_past import lively, log_of
 from tests.scheduler.world import World, spec
+from trainbus.operate.history.verification import verify_log
 
 SKIPPING = Policy(order=Order(by=("priority",), skip=True), reclaim=Reclaim(by=("priority",)))
 

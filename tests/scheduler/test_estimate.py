@@ -23,11 +23,11 @@ from services.scheduler.core.explain.estimate import (
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
-from services.scheduler.simulate import generate
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, play_trace
-from services.scheduler.simulate.traces import at
 from tests.scheduler.world import World, spec
+from trainbus.operate.simulation import generate
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.engine import Core, play_trace
+from trainbus.operate.simulation.traces import at
 
 
 def world(slots: int = 4, run_s: float = 600.0, policy: Policy | None = None) -> World:

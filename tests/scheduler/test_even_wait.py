@@ -17,9 +17,9 @@ from services.scheduler.core.decide import run_steps
 from services.scheduler.core.fold import fold
 from services.scheduler.core.order import even_wait, queue
 from services.scheduler.policies import load
-from services.scheduler.simulate import generate, report
-from services.scheduler.simulate.engine import simulate
 from tests.scheduler.world import Chaos, World, spec
+from trainbus.operate.simulation import generate, report
+from trainbus.operate.simulation.engine import simulate
 
 HOUR = 3_600.0
 CONFIG = EvenWait(foresee=False, margin_s=10_000)

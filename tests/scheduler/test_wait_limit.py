@@ -15,11 +15,11 @@ from services.scheduler.core.fold import fold
 from services.scheduler.core.order import queue
 from services.scheduler.core.state.fifo_waits import PERIOD_S, FifoWaits
 from services.scheduler.policies import load
-from services.scheduler.simulate import generate, report
-from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.traces import Job, Specs
 from tests.scheduler.test_even_wait import give_way, go_on, submit, world_of
 from tests.scheduler.world import Chaos, World
+from trainbus.operate.simulation import generate, report
+from trainbus.operate.simulation.engine import simulate
+from trainbus.operate.simulation.traces import Job, Specs
 
 HOUR = 3_600.0
 ANY: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
@@ -159,21 +159,9 @@ class AsyncClient:
             raise RunFailedError(run_id, view.state, view.reason)
         return view
 
-    async def why(self, run: RunRef, *, at: datetime | None = None) -> Explanation:
-        """Return why a run is in its state, or was at a time in the past (UTC unless it has a zone).
-
-        Raises:
-            UsageError: ``at`` is in the future.
-            NotFoundError: the run was not there at that time.
-        """
-        run_id = await self.find_run(run)
-        if at is None:
-            return await explanation.explain_run(self.connection, run_id)
-        from trainbus.client.fact_log import BusLog
-
-        log = await BusLog.open(self.connection)
-        at = at if at.tzinfo else at.replace(tzinfo=UTC)
-        return await explanation.explain_past(self.connection, run_id, log.entries(), at)
+    async def why(self, run: RunRef) -> Explanation:
+        """Return why a run is in its state."""
+        return await explanation.explain_run(self.connection, await self.find_run(run))
 
     async def cancel(self, run: RunRef, reason: str = "cancelled by request") -> str | None:
         """Stop a run for good and return the scheduler's answer, None if it has not answered after 5 s.

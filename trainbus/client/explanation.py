@@ -1,21 +1,14 @@
-"""Why a run is in its state, now or at a time in the past."""
+"""Why a run is in its state."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from contracts import subjects, topology
 from contracts.texts import DEFAULT_REASONS, format_reason, plural
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.runs import read_run
 from trainbus.client.views import RunView
-
-if TYPE_CHECKING:
-    from services.scheduler.replay.log import Entry
 
 #: Seconds for which the scheduler's answer is awaited.
 ANSWER_TIMEOUT_S = 1.0
@@ -83,33 +76,3 @@ def recorded_reason(view: RunView) -> str:
 
 def _format_range(view: RunView) -> str:
     return str(view.slots_max) if view.slots_min == view.slots_max else f"{view.slots_min} to {view.slots_max}"
-
-
-async def explain_past(connection: Connection, run_id: str, entries: AsyncIterable[Entry], at: datetime) -> Explanation:
-    """Return the answer that the scheduler would have given at a time in the past, out of the log's entries.
-
-    Raises:
-        UsageError: the time is in the future.
-        NotFoundError: the run was not there at that time.
-    """
-    from services.scheduler.replay.past_state import PastState
-
-    if at > datetime.now(UTC):
-        raise UsageError(f"{at:%Y-%m-%d %H:%M:%S} UTC is in the future: give a time in the past")
-    past = PastState(at)
-    async for entry in entries:
-        if not past.feed(entry):
-            break
-    if run_id not in past.cluster.runs:
-        raise NotFoundError(await _describe_absence(connection, run_id, at))
-    answer = past.why(run_id)
-    name, state, reason = (str(answer[key]) for key in ("name", "state", "message"))
-    return Explanation(run_id, name, state, reason, "log", answer)
-
-
-async def _describe_absence(connection: Connection, run_id: str, at: datetime) -> str:
-    for fact in ("accepted", "rejected"):
-        first = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, fact))
-        if first is not None and (fact == "rejected" or first.envelope.time > at):
-            return f"run {run_id} was not there at {at.isoformat()}: it was {fact} at {first.envelope.time}"
-    return f"run {run_id} was not there at {at.isoformat()}"

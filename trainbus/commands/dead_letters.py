@@ -27,7 +27,7 @@ Consumer = Annotated[str | None, typer.Option("--consumer", help="Only the dead 
 @command(app)
 async def ls(client: AsyncClient, consumer: Consumer = None, as_json: Json = False) -> None:
     """List dead letters with their reasons, oldest first."""
-    from trainbus.client import dead_letters
+    from trainbus.operate import dead_letters
 
     letters = await dead_letters.list_dead_letters(client.connection, consumer)
     if as_json:
@@ -51,7 +51,7 @@ async def show(
     as_json: Json = False,
 ) -> None:
     """Show one dead letter: its reason, its headers and its body."""
-    from trainbus.client import dead_letters
+    from trainbus.operate import dead_letters
 
     plain = dead_letters.to_plain(await dead_letters.get_dead_letter(client.connection, sequence))
     if as_json:
@@ -70,7 +70,7 @@ async def retry(
     client: AsyncClient, sequences: Sequences = None, every: All = False, consumer: Consumer = None
 ) -> None:
     """Have its own consumer handle each dead letter once more; exit 1 if one fails again."""
-    from trainbus.client import dead_letters
+    from trainbus.operate import dead_letters
 
     kept: list[str] = []
     for sequence in await _choose(client, sequences, consumer, every=every):
@@ -92,7 +92,7 @@ async def drop(
     consumer: Consumer = None,
 ) -> None:
     """Delete dead letters for good."""
-    from trainbus.client import dead_letters
+    from trainbus.operate import dead_letters
 
     chosen = await _choose(client, sequences, consumer, every=every)
     if not yes:
@@ -104,7 +104,7 @@ async def drop(
 
 async def _choose(client: AsyncClient, sequences: list[int] | None, consumer: str | None, *, every: bool) -> list[int]:
     """Return the numbers that were given, or those of all dead letters, the oldest first."""
-    from trainbus.client import dead_letters
+    from trainbus.operate import dead_letters
 
     if bool(sequences) == every or (consumer is not None and not every):
         raise UsageError("give the numbers of dead letters, or --all, which --consumer narrows")

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     from contracts.events.dataset import DatasetIngested, DatasetProgress
-    from services.scheduler.replay.log import Entry
-    from trainbus.client.fact_log import FactLog
+    from trainbus.operate.history.fact_log import FactLog
+    from trainbus.operate.history.log import Entry
 
 #: Entries between two updates of the bar.
 STRIDE = 500

@@ -199,14 +199,14 @@ async def why(
 
 async def _print_past_reason(client: AsyncClient, name: str, at: str, *, as_json: bool) -> None:
     """Print why a run was in its state at a time in the past."""
-    from trainbus.client.explanation import explain_past
-    from trainbus.client.fact_log import BusLog
     from trainbus.commands.progress import entries_with_bar
+    from trainbus.operate.history.explanation import explain_past
+    from trainbus.operate.history.fact_log import BusLog
 
     time = parse_time(at, render.utc_now())
     run_id = await client.find_run(name)
     entries = entries_with_bar(await BusLog.open(client.connection), f"folding up to {time:%Y-%m-%d %H:%M:%S}")
-    found = await explain_past(client.connection, run_id, entries, time)
+    found = await explain_past(client.connection, run_id, time, entries)
     if as_json:
         print(render.as_json(found.details))
         return

@@ -17,7 +17,7 @@ from trainbus.commands.times import parse_duration, parse_time
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
-    from trainbus.client.fact_log import FactLog
+    from trainbus.operate.history.fact_log import FactLog
 
 T = TypeVar("T")
 #: Seconds for which the scheduler's answer is awaited.
@@ -37,7 +37,7 @@ Log = Annotated[
 
 def _with_log(path: Path | None, data_dir: Path | None, work: Callable[[FactLog], Awaitable[T]]) -> T:
     """Run ``work`` with the log in a file, or without one with the log of the stack."""
-    from trainbus.client.fact_log import BusLog, FileLog
+    from trainbus.operate.history.fact_log import BusLog, FileLog
 
     async def read_file() -> T:
         assert path is not None
@@ -126,9 +126,9 @@ def what_if(
     as_json: Json = False,
 ) -> None:
     """Simulate past submissions on other nodes or by another policy; compare waits, use, preemptions and cost."""
-    from services.scheduler.replay.history import History
-    from services.scheduler.replay.whatif import WhatIfError
     from trainbus.commands.what_if import compare_scenarios, read_history
+    from trainbus.operate.history.history import History
+    from trainbus.operate.history.what_if import WhatIfError
 
     first, last = (parse_time(text, render.utc_now()) if text else None for text in (start, end))
     policies = [load_policy(name, settings or ()) for name in policy or ()]

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from services.scheduler.replay.verification import Counts, Difference, Index, ReplayVerifier
-from trainbus.client.fact_log import FactLog
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
+from trainbus.operate.history.fact_log import FactLog
+from trainbus.operate.history.verification import Counts, Difference, Index, ReplayVerifier
 
 #: Characters of a field's value that are shown.
 WIDTH = 200

@@ -22,13 +22,13 @@ from rich.table import Table
 from contracts import topology
 from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
-from services.scheduler.replay.log import FOLLOWED, Entry, entry_of
-from services.scheduler.replay.shadow import Comparison, Shadow, ShadowFact, prefix
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.fact_log import BusLog
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
+from trainbus.operate.history.fact_log import BusLog
+from trainbus.operate.history.log import FOLLOWED, Entry, entry_of
+from trainbus.operate.history.shadow import Comparison, Shadow, ShadowFact, prefix
 
 SOURCE = "trainbus/shadow"
 #: Least seconds between two comparisons while the leader decides nothing; each plans twice.

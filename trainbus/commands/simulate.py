@@ -16,9 +16,9 @@ from trainbus.commands.progress import count_bar
 
 if TYPE_CHECKING:
     from contracts.scheduling import Policy
-    from services.scheduler.simulate.engine import Effort
-    from services.scheduler.simulate.report import Recorder
-    from services.scheduler.simulate.traces import Trace
+    from trainbus.operate.simulation.engine import Effort
+    from trainbus.operate.simulation.report import Recorder
+    from trainbus.operate.simulation.traces import Trace
 
 #: Jobs from which on a trace gets a progress bar.
 MIN_JOBS_FOR_BAR = 500
@@ -64,9 +64,9 @@ def simulate(
 ) -> None:
     """Simulate the scheduler on a trace, on a virtual clock; print waits, use and preemptions."""
     from services.scheduler import policies
-    from services.scheduler.simulate import generate as generation
-    from services.scheduler.simulate.traces import TraceError
     from trainbus.commands.policy import load_policy
+    from trainbus.operate.simulation import generate as generation
+    from trainbus.operate.simulation.traces import TraceError
 
     try:
         if generate:
@@ -84,14 +84,14 @@ def simulate(
     else:
         _table(summary)
     if plot is not None:
-        from services.scheduler.simulate import plots
+        from trainbus.operate.simulation import plots
 
         for path in plots.draw(recorder, plot, chosen.name):
             print(path, file=sys.stderr)
 
 
 def _read_openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -> Trace:
-    from services.scheduler.simulate import traces
+    from trainbus.operate.simulation import traces
 
     if nodes is None or pods is None:
         raise UsageError("--format openb needs --nodes FILE and --pods FILE")
@@ -99,7 +99,7 @@ def _read_openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -
 
 
 def _read_pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
-    from services.scheduler.simulate import traces
+    from trainbus.operate.simulation import traces
 
     if trace is None:
         raise UsageError("give a trace: --trace FILE, or --generate N")
@@ -109,7 +109,7 @@ def _read_pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
 def _simulate(
     trace: Trace, policy: Policy, resume_cost_s: float, seed: int, *, over_bus: bool, events: Path | None
 ) -> tuple[Recorder, dict[str, Any]]:
-    from services.scheduler.simulate import engine, report
+    from trainbus.operate.simulation import engine, report
 
     recorder = report.Recorder(trace)
     with _listeners(recorder, events) as listeners, _progress(trace) as progress:
@@ -137,8 +137,8 @@ def _over_bus(
     import structlog
 
     from services.kit.ports import free_ports
-    from services.scheduler.simulate.over_bus import simulate_over_bus
     from trainbus.embedded.servers import NatsServer, ServerError
+    from trainbus.operate.simulation.over_bus import simulate_over_bus
 
     # The command prints the result; of the service's log only errors matter.
     structlog.configure(
@@ -164,7 +164,7 @@ def _over_bus(
 @contextmanager
 def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, ...]]:
     """Yield what records the facts: the recorder and, where one is given, the file."""
-    from services.scheduler.simulate.report import EventLog
+    from trainbus.operate.simulation.report import EventLog
 
     if events is None:
         yield (recorder.record_fact,)

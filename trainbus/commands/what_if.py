@@ -10,8 +10,12 @@ from rich.console import Group, RenderableType
 
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.scheduling import Policy
-from services.scheduler.replay.history import History
-from services.scheduler.replay.whatif import (
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.commands import render
+from trainbus.commands.progress import count_bar, entries_with_bar
+from trainbus.operate.history.fact_log import FactLog
+from trainbus.operate.history.history import History
+from trainbus.operate.history.what_if import (
     Figures,
     Prices,
     Scenario,
@@ -23,12 +27,8 @@ from services.scheduler.replay.whatif import (
     recorded,
     submissions,
 )
-from services.scheduler.simulate.engine import NeverAtRest
-from services.scheduler.simulate.report import Recorder
-from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.client.fact_log import FactLog
-from trainbus.commands import render
-from trainbus.commands.progress import count_bar, entries_with_bar
+from trainbus.operate.simulation.engine import NeverAtRest
+from trainbus.operate.simulation.report import Recorder
 
 #: The past itself, simulated as the others are.
 BASE = "as it was, played"
@@ -99,7 +99,7 @@ def compare_scenarios(
             runs = "run" if given.assumed == 1 else "runs"
             print(f"{given.assumed} {runs} had not ended: assumed to need what runs of the same size usually need")
     if plot is not None:
-        from services.scheduler.replay.plots import draw
+        from trainbus.operate.history.plots import draw
 
         print(draw(recorders, given.counted, plot))
 

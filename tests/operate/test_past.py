@@ -22,13 +22,14 @@ from services.scheduler.core.capacity.demand import capacity_fact, compute_deman
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
-from services.scheduler.replay.history import History, NodeKind, offered
-from services.scheduler.replay.log import Entry, LogError, line_of, parse
-from services.scheduler.replay.past_state import PastState
-from services.scheduler.replay.requests import RequestIndex
-from services.scheduler.replay.shadow import Shadow
-from services.scheduler.replay.verification import verify_log
-from services.scheduler.replay.whatif import (
+from tests.scheduler.world import START, Chaos, World, spec
+from trainbus.operate.history.history import History, NodeKind, offered
+from trainbus.operate.history.log import Entry, LogError, line_of, parse
+from trainbus.operate.history.past_state import PastState
+from trainbus.operate.history.requests import RequestIndex
+from trainbus.operate.history.shadow import Shadow
+from trainbus.operate.history.verification import verify_log
+from trainbus.operate.history.what_if import (
     Prices,
     Scenario,
     WhatIfError,
@@ -39,10 +40,9 @@ from services.scheduler.replay.whatif import (
     recorded,
     submissions,
 )
-from services.scheduler.simulate import generate
-from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.traces import at
-from tests.scheduler.world import START, Chaos, World, spec
+from trainbus.operate.simulation import generate
+from trainbus.operate.simulation.engine import simulate
+from trainbus.operate.simulation.traces import at
 
 
 def adopting(policy: Policy | None = None) -> World:

@@ -10,8 +10,8 @@ from contracts.scheduling import Policy
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import explain_quarantine
 from services.scheduler.core.state.cluster import EPOCH, Cluster
-from services.scheduler.replay.cycles import cycle_key_of
-from services.scheduler.replay.log import Entry, fold_entry
+from trainbus.operate.history.cycles import cycle_key_of
+from trainbus.operate.history.log import Entry, fold_entry
 
 
 @dataclass(slots=True)

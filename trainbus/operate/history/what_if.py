@@ -18,10 +18,10 @@ from contracts.events.node import NodeFact, NodeJoined
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.explain.estimate import quantile
-from services.scheduler.replay.history import History, NodeKind, RunRecord, offered
-from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.report import JobRecord, Recorder
-from services.scheduler.simulate.traces import INSTANT_GRACE_S, Job, Trace, node
+from trainbus.operate.history.history import History, NodeKind, RunRecord, offered
+from trainbus.operate.simulation.engine import simulate
+from trainbus.operate.simulation.report import JobRecord, Recorder
+from trainbus.operate.simulation.traces import INSTANT_GRACE_S, Job, Trace, node
 
 #: ``40x8``, ``4x8:H100``, ``4x8:H100@spot-a``: nodes, slots on each, accelerator, pool.
 _NODES = re.compile(r"^(\d+)x(\d+)(?::([^@\s]+))?(?:@([A-Za-z0-9_-]+))?$")

@@ -17,12 +17,12 @@ from contracts.scheduling import Policy
 from loadtest.scheduler.check import Checker, check, compare, read_log
 from services.kit.settings import Settings
 from services.scheduler import policies
-from services.scheduler.simulate import generate, plots, report, traces
-from services.scheduler.simulate.engine import Effort, simulate
-from services.scheduler.simulate.over_bus import simulate_over_bus
-from services.scheduler.simulate.report import EventLog, Recorder
-from services.scheduler.simulate.traces import Job, Specs, Trace, TraceError, node, nodes_of
 from trainbus.commands.main import app
+from trainbus.operate.simulation import generate, plots, report, traces
+from trainbus.operate.simulation.engine import Effort, simulate
+from trainbus.operate.simulation.over_bus import simulate_over_bus
+from trainbus.operate.simulation.report import EventLog, Recorder
+from trainbus.operate.simulation.traces import Job, Specs, Trace, TraceError, node, nodes_of
 
 FIFO = policies.load("fifo")
 LAS = policies.with_settings("least-attained", ["order.attained.levels_slot_s=[600]", "reclaim.quantum_s=60"])

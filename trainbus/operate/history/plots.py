@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
-from services.scheduler.replay.history import offered
-from services.scheduler.simulate.plots import COLOURS, mean_between, new_figure, save_figure
-from services.scheduler.simulate.report import Recorder
+from trainbus.operate.history.history import offered
+from trainbus.operate.simulation.plots import COLOURS, mean_between, new_figure, save_figure
+from trainbus.operate.simulation.report import Recorder
 
 #: Waits below this many seconds are drawn as this.
 LEAST_WAIT_S = 1.0

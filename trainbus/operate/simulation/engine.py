@@ -23,8 +23,8 @@ from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, NOTHING_LEFT, decision_record, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.traces import START, Trace, accepted, at
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.traces import START, Trace, accepted, at
 
 #: Cycles at one instant after which the simulation fails: the scheduler does not come to rest.
 MAX_CYCLES_PER_INSTANT = 100_000

@@ -19,8 +19,8 @@ from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.replay.cycles import CycleKey, cycle_key_of, facts_of, replay_cycle
-from services.scheduler.replay.log import Entry, fold_entry
+from trainbus.operate.history.cycles import CycleKey, cycle_key_of, facts_of, replay_cycle
+from trainbus.operate.history.log import Entry, fold_entry
 
 #: Facts that are held back until it is known from which of them the leader decided. Beyond, the oldest are folded.
 HELD_BACK = 10_000

@@ -21,8 +21,8 @@ from services.kit.bus import Bus, Message
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.app import Scheduler, assemble
-from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import (
+from trainbus.operate.simulation.agents import Agents
+from trainbus.operate.simulation.engine import (
     CycleOutcome,
     Effort,
     Listener,
@@ -32,7 +32,7 @@ from services.scheduler.simulate.engine import (
     play_trace,
     wake_s,
 )
-from services.scheduler.simulate.traces import Trace, at
+from trainbus.operate.simulation.traces import Trace, at
 
 #: How long a cycle of the service may take before the simulation fails.
 CYCLE_TIMEOUT_S = 120.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from contracts.events.node import NodeJoined
-from services.scheduler.simulate.traces import MIB, Job, Pod, Specs, Trace, node, nodes_of
+from trainbus.operate.simulation.traces import MIB, Job, Pod, Specs, Trace, node, nodes_of
 
 #: GPUs of a job, and how often.
 SIZES = ((1, 70), (2, 12), (4, 9), (8, 7), (16, 2))

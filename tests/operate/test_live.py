@@ -31,16 +31,16 @@ from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.app import SchedulerSettings
-from services.scheduler.replay.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
-from trainbus.client.fact_log import BusLog, FileLog
 from trainbus.commands import policy, runs, scheduler
 from trainbus.commands.scheduler_replay import replay_decisions, replay_log
+from trainbus.operate.history.fact_log import BusLog, FileLog
+from trainbus.operate.history.log import Entry, line_of
 
 #: Slots of all nodes that stay.
 SLOT_MILLI = 8

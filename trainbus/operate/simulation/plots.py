@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from contracts.events.run import Member
 from services.scheduler.core.explain.estimate import quantile
-from services.scheduler.simulate.report import Recorder, nodes_of
+from trainbus.operate.simulation.report import Recorder, nodes_of
 
 #: Users with a colour of their own; the rest share one.
 USERS = 7

@@ -16,7 +16,7 @@ from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeLeft, NodeLost
 from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
-from services.scheduler.simulate.traces import Trace
+from trainbus.operate.simulation.traces import Trace
 
 #: How often a job makes a checkpoint by itself, in seconds of work.
 CHECKPOINT_EVERY_S = 600.0

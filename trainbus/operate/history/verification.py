@@ -30,9 +30,9 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.replay.cycles import CycleKey, cycle_key_of, demand_facts, facts_of, key_of, replay_cycle
-from services.scheduler.replay.log import Entry, fold_entry
-from services.scheduler.replay.requests import RequestIndex
+from trainbus.operate.history.cycles import CycleKey, cycle_key_of, demand_facts, facts_of, key_of, replay_cycle
+from trainbus.operate.history.log import Entry, fold_entry
+from trainbus.operate.history.requests import RequestIndex
 
 #: Facts about runs that only a leader publishes.
 DECISIONS = (

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from contracts import topology
 from contracts.envelope import RawMessage
-from services.scheduler.replay.log import FOLLOWED, Entry, LogError, entry_of, read
-from services.scheduler.replay.requests import REQUEST_SUBJECTS, RequestIndex
 from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
+from trainbus.operate.history.log import FOLLOWED, Entry, LogError, entry_of, read
+from trainbus.operate.history.requests import REQUEST_SUBJECTS, RequestIndex
 
 
 class FactLog(Protocol):

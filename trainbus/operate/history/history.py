@@ -14,7 +14,7 @@ from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting,
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.state.cluster import TERMINAL, Cluster
-from services.scheduler.replay.log import Entry, fold_entry
+from trainbus.operate.history.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"

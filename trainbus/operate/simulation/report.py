@@ -27,8 +27,8 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.scheduler.core.explain.estimate import quantile
-from services.scheduler.simulate.engine import Effort
-from services.scheduler.simulate.traces import SOURCE, Job, Trace, at
+from trainbus.operate.simulation.engine import Effort
+from trainbus.operate.simulation.traces import SOURCE, Job, Trace, at
 
 #: Decimals of the figures in JSON.
 DIGITS = 6

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.errors import UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
-
-if TYPE_CHECKING:
-    from services.tracking.replay import ReplaySummary
-    from trainbus.client.address import StackAddress
 
 app = typer.Typer()
 
@@ -32,19 +27,16 @@ def replay(
 ) -> None:
     """Rebuild the gateway's read model from the log."""
     if context.invoked_subcommand is None:
-        _rebuild_read_model(start, choose_data_dir(data_dir, stack), as_json=as_json)
+        _print_rebuilt(start, choose_data_dir(data_dir, stack), as_json=as_json)
     elif start is not None or data_dir is not None or stack is not None or as_json:
         raise UsageError(f"give the options after the command: `trainbus replay {context.invoked_subcommand} ...`")
 
 
-def _rebuild_read_model(start: str | None, data_dir: Path | None, *, as_json: bool) -> None:
-    from services.gateway.rebuild import rebuild
+def _print_rebuilt(start: str | None, data_dir: Path | None, *, as_json: bool) -> None:
     from trainbus.client.address import find_address
+    from trainbus.operate.read_model import rebuild_read_model
 
     address = find_address(data_dir)
-    settings = address.settings()
-    if address.data_dir is not None:
-        settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})
     sequence: int | None = None
     moment: datetime | None = None
     if start is not None:
@@ -52,7 +44,7 @@ def _rebuild_read_model(start: str | None, data_dir: Path | None, *, as_json: bo
             sequence, moment = (int(start), None) if start.isdigit() else (None, datetime.fromisoformat(start))
         except ValueError as error:
             raise UsageError(f"--from {start!r} is neither a sequence number nor an ISO 8601 time") from error
-    done = run(rebuild(settings, from_sequence=sequence, from_time=moment))
+    done = run(rebuild_read_model(address, from_sequence=sequence, from_time=moment))
     if as_json:
         print(render.as_json(done))
     else:
@@ -76,8 +68,9 @@ def replay_tracking(
 ) -> None:
     """Write every run, model and alias of the log into an empty MLflow, as the tracking service would have."""
     from trainbus.client.address import find_address
+    from trainbus.operate.tracking_copy import write_tracking
 
-    summary = run(_replay(find_address(choose_data_dir(data_dir, stack)), into, artifacts))
+    summary = run(write_tracking(find_address(choose_data_dir(data_dir, stack)), into, artifacts))
     if as_json:
         found = {"runs": summary.runs, "promotions": summary.promotions, "problems": list(summary.problems)}
         print(render.as_json({**found, "into": into}))
@@ -87,23 +80,3 @@ def replay_tracking(
             render.console().print(f"  left out: {render.escape(problem)}")
     if summary.problems:
         raise typer.Exit(1)
-
-
-async def _replay(address: StackAddress, into: str, artifacts: str | None) -> ReplaySummary:
-    from services.kit.bus import Bus
-    from services.tracking.replay import replay_tracking
-    from services.tracking.settings import TrackingSettings
-
-    if "://" not in into and not into.startswith("sqlite:"):
-        raise TrainbusError(f"--into {into!r} is no address: give http://HOST:PORT or sqlite:////FOLDER/mlflow.db")
-    if artifacts is None and into.startswith("sqlite:///"):
-        artifacts = (Path(into.removeprefix("sqlite:///")).resolve().parent / "artifacts").as_uri()
-    with tempfile.TemporaryDirectory(prefix="trainbus-replay-") as scratch:
-        own = {"mlflow_tracking_uri": into, "mlflow_artifact_location": artifacts, "data_dir": Path(scratch)}
-        settings = TrackingSettings(**address.settings().model_dump() | own)
-        bus = Bus("replay", settings)
-        await bus.connect()
-        try:
-            return await replay_tracking(bus, settings)
-        finally:
-            await bus.close()

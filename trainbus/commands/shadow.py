@@ -1,7 +1,4 @@
-"""``trainbus scheduler shadow``: follow the log with a candidate policy and publish what it would decide.
-
-It publishes under ``shadow.<digest>.>`` only, each decision once, also after a restart.
-"""
+"""``trainbus scheduler shadow``: follow the log with a candidate policy, then report what it would have decided."""
 
 from __future__ import annotations
 
@@ -12,27 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
-from nats.js.errors import NotFoundError
 from rich.table import Table
 
-from contracts import topology
-from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
 from trainbus.client.connection import Connection
-from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
-from trainbus.operate.history.fact_log import BusLog
-from trainbus.operate.history.log import FOLLOWED, Entry, entry_of
-from trainbus.operate.history.shadow import Comparison, Shadow, ShadowFact, prefix
+from trainbus.operate.history.shadow import Comparison, Shadow, prefix
+from trainbus.operate.history.shadow_follower import ShadowFollower
 
-SOURCE = "trainbus/shadow"
-#: Least seconds between two comparisons while the leader decides nothing; each plans twice.
-IDLE_COMPARISON_S = 1.0
 #: Runs that the report names.
 MAX_NAMED_RUNS = 10
 #: Starts within this are one start: the leader's fact and the shadow's have different times.
@@ -48,13 +36,7 @@ async def shadow_scheduler(connection: Connection, candidate: Policy, *, for_s: 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        await connection.last_sequence(topology.SHADOW)
-    except NotFoundError:
-        raise TrainbusError(
-            f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once"
-        ) from None
-    follower = await _Follower.start(connection, candidate)
+    follower = await ShadowFollower.start(connection, candidate, lambda log: entries_with_bar(log, "folding the log"))
     if not as_json:
         print(
             f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
@@ -62,67 +44,13 @@ async def shadow_scheduler(connection: Connection, candidate: Policy, *, for_s: 
             file=sys.stderr,
         )
     started = time.monotonic()
-    await follower.follow(stop, for_s)
+    with _status(follower.shadow) as show:
+        await follower.follow(stop, for_s, show)
     result = report(follower.shadow, follower.published, time.monotonic() - started)
     if as_json:
         print(render.as_json(result))
     else:
         _print_report(result)
-
-
-class _Follower:
-    """Feeds the log to the shadow and publishes its decisions."""
-
-    def __init__(self, connection: Connection, shadow: Shadow, position: int) -> None:
-        self.connection, self.shadow, self.position = connection, shadow, position
-        self.published = 0
-
-    @classmethod
-    async def start(cls, connection: Connection, candidate: Policy) -> _Follower:
-        """Fold the log so far, and read what an earlier shadow of the same policy has published."""
-        earlier = await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
-        published = [message.envelope.id for message in earlier if message.envelope.id]
-        log = await BusLog.open(connection)
-        made = Shadow(candidate, Policy(), published)
-        async for entry in entries_with_bar(log, "folding the log"):
-            made.catch_up([entry])
-        return cls(connection, made, log.length)
-
-    async def follow(self, stop: asyncio.Event, for_s: float | None) -> None:
-        reading = asyncio.create_task(self._read())
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({reading, stopping}, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
-        finally:
-            for task in (reading, stopping):
-                task.cancel()
-            await asyncio.gather(reading, stopping, return_exceptions=True)
-
-    async def _read(self) -> None:
-        rested = time.monotonic()
-        with _status(self.shadow) as show:
-            async for batch in self.connection.follow_raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
-                entries: list[Entry] = [entry_of(raw) for raw in batch]
-                await self._publish(self.shadow.process(entries))
-                if not batch and time.monotonic() - rested >= IDLE_COMPARISON_S:
-                    rested = time.monotonic()
-                    await self._publish(self.shadow.process_idle(datetime.now(UTC)))
-                show()
-
-    async def _publish(self, decisions: list[ShadowFact]) -> None:
-        for each in decisions:
-            envelope = Envelope(
-                id=each.message_id,
-                source=SOURCE,
-                type=each.fact.type,
-                time=datetime.now(UTC),
-                subject=each.fact.aggregate_id,
-            )
-            headers, body = encode(each.fact, envelope)
-            await self.connection.js.publish(each.subject, body, headers=headers)
-            self.published += 1
 
 
 @contextmanager

@@ -130,35 +130,18 @@ def _over_bus(
     trace: Trace, policy: Policy, resume_cost_s: float, listeners: Any, progress: Callable[[int], None]
 ) -> Effort:
     """Simulate with the whole service, on its own nats-server."""
-    import asyncio
     import logging
-    import tempfile
 
     import structlog
 
-    from services.kit.ports import free_ports
-    from trainbus.embedded.servers import NatsServer, ServerError
-    from trainbus.operate.simulation.over_bus import simulate_over_bus
+    from trainbus.operate.simulation.over_bus import simulate_with_server
 
     # The command prints the result; of the service's log only errors matter.
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    with tempfile.TemporaryDirectory(prefix="trainbus-nats-") as folder:
-        server = NatsServer(Path(folder), free_ports(1)[0])
-        try:
-            server.start()
-        except ServerError as error:
-            raise TrainbusError(str(error)) from error
-        try:
-            return asyncio.run(
-                simulate_over_bus(
-                    trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
-                )
-            )
-        finally:
-            server.stop()
+    return simulate_with_server(trace, policy, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress)
 
 
 @contextmanager

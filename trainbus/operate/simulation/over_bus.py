@@ -19,8 +19,11 @@ from contracts import topology
 from contracts.scheduling import Policy
 from services.kit.bus import Bus, Message
 from services.kit.concurrency import cancel_and_wait
+from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.scheduler.app import Scheduler, assemble
+from trainbus.client.errors import TrainbusError
+from trainbus.embedded.servers import NatsServer, ServerError
 from trainbus.operate.simulation.agents import Agents
 from trainbus.operate.simulation.engine import (
     CycleOutcome,
@@ -117,6 +120,35 @@ class Driver:
                 for listener in self.listeners:
                     listener(message.event, message.sequence, now_s)
         return facts
+
+
+def simulate_with_server(
+    trace: Trace,
+    policy: Policy,
+    *,
+    resume_cost_s: float = 60.0,
+    listeners: Sequence[Listener] = (),
+    progress: Progress = ignore_progress,
+) -> Effort:
+    """Simulate as ``simulate_over_bus``, on a nats-server that is started for it.
+
+    Raises:
+        TrainbusError: the server does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainbus-nats-") as folder:
+        server = NatsServer(Path(folder), free_ports(1)[0])
+        try:
+            server.start()
+        except ServerError as error:
+            raise TrainbusError(str(error)) from error
+        try:
+            return asyncio.run(
+                simulate_over_bus(
+                    trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+                )
+            )
+        finally:
+            server.stop()
 
 
 async def simulate_over_bus(

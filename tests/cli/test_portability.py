@@ -74,6 +74,9 @@ def modules_of_the_client() -> list[str]:
     packages = (trainbus.client, trainbus.commands)
     return [
         "trainbus",
+        # Commands import these when they run, also without the extras of services.
+        "trainbus.operate.dead_letters",
+        "trainbus.operate.history.explanation",
         *(each.name for one in packages for each in pkgutil.walk_packages(one.__path__, f"{one.__name__}.")),
     ]
 

@@ -35,6 +35,7 @@ from services.scheduler.core.decisions import (
 )
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.phase_timer import PhaseTimer
 from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.publisher import PendingFact, Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
@@ -144,7 +145,8 @@ class Leader:
             # Fold and answer for at least as long as the cycle took: the next one decides on all that came meanwhile.
             await asyncio.sleep(min(max(2 * decide_s - (time.perf_counter() - started), 0), TICK_S))
             if published:
-                await self.cache.wait_for_sequence(published)
+                with metrics.PHASE_SECONDS.labels("fold").time():
+                    await self.cache.wait_for_sequence(published)
             else:
                 await self.cache.wait_for_change(seen, self._rest_s(wake_at))
 
@@ -166,7 +168,10 @@ class Leader:
         if decide_s > self._ttl_s * CYCLE_SHARE:
             metrics.LONG_CYCLES.inc()
             log.warning("a long scheduling cycle", seconds=round(decide_s, 3), facts=len(pending))
-        published = await self._publisher.publish(pending, fence) if pending else 0
+        if not pending:
+            return 0, wake_at, decide_s
+        with metrics.PHASE_SECONDS.labels("publish").time():
+            published = await self._publisher.publish(pending, fence)
         return published, wake_at, decide_s
 
     def _is_short_cycle(self) -> bool:
@@ -178,10 +183,13 @@ class Leader:
         """Decide on the cluster as it is; runs in a thread. The facts are made here, before the cluster changes."""
         started, now, reachable_since = time.perf_counter(), self.cache.now(), self.reachable_since
         quarantined, left_over, policy = cluster.quarantined, self._left_over, self.policy
-        made = run_cycle(cluster, now, policy, reachable_since, left_over=left_over)
+        timer = PhaseTimer()
+        made = run_cycle(cluster, now, policy, reachable_since, left_over=left_over, begin_phase=timer.begin_phase)
+        timer.begin_phase("record")
         self._left_over = made.left_over
         record = decision_record(cluster, now, policy, reachable_since, left_over)
         pending = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, record)
+        timer.end_phase()
         if cluster.quarantined != quarantined:
             log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))
         return pending, cluster.placed_sequence, made.wake_at, time.perf_counter() - started

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import LATENCY_BUCKETS, counter
+from services.kit.metrics import LATENCY_BUCKETS, counter, initialize_series
+from services.scheduler.core.cycle_state import CyclePhase
 
 QUEUE_LENGTH = Gauge("trainbus_scheduler_queue_length", "Runs that wait for slots.")
 RUNS = Gauge("trainbus_scheduler_runs", "Runs by phase, as folded from the log.", ["phase"])
@@ -46,6 +49,16 @@ DROPPED_FACTS = Counter(
 LONG_CYCLES = Counter("trainbus_scheduler_long_cycles_total", "Scheduling cycles longer than a tenth of the lease.")
 DECIDE_SECONDS = Histogram(
     "trainbus_scheduler_decide_seconds", "Seconds one scheduling cycle took.", buckets=LATENCY_BUCKETS
+)
+PHASE_SECONDS = initialize_series(
+    Histogram(
+        "trainbus_scheduler_phase_seconds",
+        "Seconds each phase of a scheduling cycle took: settle, order, place, preempt, grow, explain, record (make the "
+        "facts), publish, fold (until what was published is folded).",
+        ["phase"],
+        buckets=LATENCY_BUCKETS,
+    ),
+    (*get_args(CyclePhase), "record", "publish", "fold"),
 )
 WAITING_SECONDS = Histogram(
     "trainbus_scheduler_waiting_seconds",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from contracts.scheduling import Policy
 from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver
@@ -27,6 +28,14 @@ MAX_PLACEMENT_WORK = 500_000
 MAX_SEARCH_WORK = 5_000
 #: After how many seconds the next cycle goes on with what one has left over.
 GO_ON_S = 0.001
+#: The parts of a cycle whose durations are measured. Runs are nominated one by one while they are placed.
+CyclePhase = Literal["settle", "order", "place", "preempt", "grow", "explain"]
+#: Called when a phase begins, which ends the one before: the core has no clock.
+BeginPhase = Callable[[CyclePhase], None]
+
+
+def ignore_phase(phase: CyclePhase) -> None:
+    """Measure nothing."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
 from contracts.state.node import NodeStatement
-from services.scheduler.core.cycle_state import CycleResult, CycleState
+from services.scheduler.core.cycle_state import BeginPhase, CycleResult, CycleState, ignore_phase
 from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver, LoseNode
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.core.steps.explain import MAX_EXPLAINED_RUNS, add_numbers, explain_waits
@@ -40,27 +40,32 @@ def run_steps(
     about: str | None = None,
     max_explained: int = MAX_EXPLAINED_RUNS,
     left_over: LeftOver = NOTHING_LEFT,
+    begin_phase: BeginPhase = ignore_phase,
 ) -> CycleResult:
     """Run ``decide``, and return its outcome with the reasons for which runs wait; ``about`` is examined in any case.
 
-    ``max_explained``: for how many runs the cycle publishes why they wait; ``left_over``: what the cycle before left.
+    ``max_explained``: for how many runs the cycle publishes why they wait; ``left_over``: what the cycle before left;
+    ``begin_phase``: called when a phase begins, so that a caller that has a clock can measure it.
     """
+    begin_phase("settle")
     state = CycleState(cluster, now, policy, reachable_since, about, left_over)
-    return SchedulingCycle(state, max_explained).run()
+    return SchedulingCycle(state, max_explained, begin_phase).run()
 
 
 class SchedulingCycle:
     """One cycle over a cluster."""
 
-    def __init__(self, state: CycleState, max_explained: int) -> None:
-        self.state, self.max_explained = state, max_explained
+    def __init__(self, state: CycleState, max_explained: int, begin_phase: BeginPhase) -> None:
+        self.state, self.max_explained, self.begin_phase = state, max_explained, begin_phase
 
     def run(self) -> CycleResult:
         """Go through the steps."""
         state, result = self.state, self.state.result
         settle_runs(state)
         stop_overspent_runs(state)
+        self.begin_phase("order")
         update_queue(state)
+        self.begin_phase("place")
         loans = IdleLoans(state)
         placing = PlacementStep(state, loans)
         placing.place_queue()
@@ -68,9 +73,12 @@ class SchedulingCycle:
         placing.widen()
         loans.release()
         if state.blocked:
+            self.begin_phase("preempt")
             preempt_for_blocked(state, placing.reservations)
         elif self._is_at_rest():
+            self.begin_phase("grow")
             grow_runs(state)
+        self.begin_phase("explain")
         explain_waits(state, self.max_explained)
         if state.about in result.waits:
             run = state.cluster.runs[state.about]

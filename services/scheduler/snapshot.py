@@ -1,7 +1,7 @@
 """Snapshots of the folded log, so that a scheduler need not fold years of facts at its start.
 
-A snapshot is a cache. It is used only if this very code made it, of this very stream, and it is whole; otherwise the
-log is folded from its beginning. Every instance reads them from an object bucket beside the log. A child process
+A snapshot is a cache. It is used only if it is of this version of the format, of this very stream, and whole; otherwise
+the log is folded from its beginning. Every instance reads them from an object bucket beside the log. A child process
 (``python -m services.scheduler.snapshot``) makes them: it starts from the last one, folds what came since and ends.
 The leader never waits for one.
 """
@@ -20,9 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import nats.errors
 import structlog
@@ -36,22 +33,24 @@ from services.kit import telemetry
 from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
-from services.scheduler.core import fold
 from services.scheduler.core.state import codec
 from services.scheduler.core.state.cluster import Cluster
 
 log = structlog.get_logger(__name__)
 
 MAGIC = b"trainbus-scheduler-snapshot/1\n"
-#: Snapshots that are kept: of this code, and of other code, to which an operator may go back.
-KEPT, KEPT_OF_OTHERS = 2, 2
+#: To be raised whenever a cluster is saved in another way, or the same facts add up to another one: a snapshot of
+#: another version is not read, and the log is folded again. ``tests/scheduler/snapshot_format.py`` detects both.
+FORMAT_VERSION = 1
+#: Snapshots that are kept: of this version, and of others, to which an operator may go back.
+SNAPSHOTS_KEPT, OTHER_SNAPSHOTS_KEPT = 2, 2
 #: A snapshot is due after this many facts, and this many seconds after the last one.
 DUE_FACTS = 20_000
 DUE_S = 30.0
 #: How long reading or writing one may take, and making one.
 TRANSFER_S = 30.0
 MAKING_S = 1800.0
-LOOK_S = 2.0
+CHECK_INTERVAL_S = 2.0
 
 
 class SnapshotRefused(ValueError):
@@ -62,8 +61,7 @@ class SnapshotRefused(ValueError):
 class Header:
     """The first line of a snapshot, after the magic bytes."""
 
-    #: Which code folded it, see ``code_digest``.
-    code: str
+    version: int
     #: When the stream was made that it is of.
     stream: str
     sequence: int
@@ -73,20 +71,20 @@ class Header:
     sections: list[tuple[str, int]]
 
 
-def encode(cluster: Cluster, code: str, stream: str) -> bytes:
+def encode(cluster: Cluster, stream: str) -> bytes:
     """A snapshot as it is stored."""
     sections = codec.save(cluster)
     body = zstandard.ZstdCompressor(level=3).compress(b"".join(sections.values()))
     sizes = [(name, len(content)) for name, content in sections.items()]
-    header = Header(code, stream, cluster.sequence, hashlib.sha256(body).hexdigest(), sizes)
+    header = Header(FORMAT_VERSION, stream, cluster.sequence, hashlib.sha256(body).hexdigest(), sizes)
     return MAGIC + json.dumps(asdict(header)).encode() + b"\n" + body
 
 
-def decode(content: bytes, code: str, stream: str) -> Cluster:
+def decode(content: bytes, stream: str) -> Cluster:
     """What ``encode`` was given.
 
     Raises:
-        SnapshotRefused: it is broken, or of other code or another stream.
+        SnapshotRefused: it is broken, of another version or of another stream.
     """
     if not content.startswith(MAGIC):
         raise SnapshotRefused("it does not begin as one")
@@ -95,8 +93,8 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
         header = Header(**json.loads(line))
     except (ValueError, TypeError) as error:
         raise SnapshotRefused(f"its header cannot be read: {error}") from error
-    if header.code != code:
-        raise SnapshotRefused("other code made it")
+    if header.version != FORMAT_VERSION:
+        raise SnapshotRefused(f"it is of version {header.version}")
     if header.stream != stream:
         raise SnapshotRefused("it is of another stream")
     if hashlib.sha256(body).hexdigest() != header.sha256:
@@ -112,28 +110,6 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
     if cluster.sequence != header.sequence:
         raise SnapshotRefused("it is not of the sequence that it names")
     return cluster
-
-
-@cache
-def code_digest() -> str:
-    """Names the code that folds: of the fold, and of every module of ours that it is made of."""
-    found: dict[str, ModuleType] = {}
-    waiting: list[str] = [fold.__name__, codec.__name__]
-    while waiting:
-        name = waiting.pop()
-        module = sys.modules.get(name)
-        if name in found or module is None:
-            continue
-        found[name] = module
-        for value in vars(module).values():
-            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if isinstance(home, str) and home.startswith(("contracts", "services.scheduler.core")):
-                waiting.append(home)
-    digest = hashlib.sha256(f"python {sys.version_info[:2]}".encode())
-    for name in sorted(found):
-        if (path := found[name].__file__) is not None:
-            digest.update(name.encode() + b"\0" + Path(path).read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 @contextmanager
@@ -169,8 +145,8 @@ class SnapshotStore:
     async def write(self, cluster: Cluster) -> str:
         """Save the cluster, and remove what is older than it need be."""
         store, (stream, _) = await self._store(), await self._stream()
-        name = f"{code_digest()}/{cluster.sequence:020}"
-        content = await asyncio.to_thread(encode, cluster, code_digest(), stream)
+        name = name_of(cluster.sequence)
+        content = await asyncio.to_thread(encode, cluster, stream)
         async with asyncio.timeout(TRANSFER_S):
             await store.put(name, content)
             await self._prune(store)
@@ -185,7 +161,7 @@ class SnapshotStore:
             async with asyncio.timeout(TRANSFER_S / 3):
                 await store.get(name, writeinto=content)
             with _no_collections():
-                return decode(content.getvalue(), code_digest(), stream)
+                return decode(content.getvalue(), stream)
         except (SnapshotRefused, JetStreamError, TimeoutError) as error:
             # Perhaps it was being removed, or a disk has failed: there is one before it, or the log.
             log.warning("snapshot refused", name=name, reason=repr(error))
@@ -193,19 +169,19 @@ class SnapshotStore:
 
     async def _prune(self, store: ObjectStore) -> None:
         own, others = await self._names(store)
-        for name in own[KEPT:] + others[KEPT_OF_OTHERS:]:
+        for name in own[SNAPSHOTS_KEPT:] + others[OTHER_SNAPSHOTS_KEPT:]:
             with suppress(JetStreamError):
                 await store.delete(name)
 
     async def _names(self, store: ObjectStore) -> tuple[list[str], list[str]]:
-        """Return the names of the snapshots that this code made, and of those of other code; the newest first."""
+        """Return the names of the snapshots of this version, and of those of others; the newest first."""
         try:
             entries = await store.list(ignore_deletes=True)
         except NotFoundError:
             entries = []
         names = [entry.name for entry in entries if entry.name and not entry.deleted and _sequence_of(entry.name) >= 0]
         names.sort(key=_sequence_of, reverse=True)
-        own = [name for name in names if name.startswith(f"{code_digest()}/")]
+        own = [name for name in names if name.startswith(f"{FORMAT_VERSION}/")]
         return own, [name for name in names if name not in own]
 
     async def _store(self) -> ObjectStore:
@@ -216,6 +192,11 @@ class SnapshotStore:
         info = await self.bus.js.stream_info(topology.FACTS.name)
         created = info.created
         return created.isoformat() if isinstance(created, datetime) else str(created), info.state.last_seq
+
+
+def name_of(sequence: int) -> str:
+    """Return the name of this version's snapshot of the sequence."""
+    return f"{FORMAT_VERSION}/{sequence:020}"
 
 
 def _sequence_of(name: str) -> int:
@@ -242,7 +223,7 @@ class SnapshotTaker:
     async def take_while(self, cluster: Cluster) -> None:
         """Take a snapshot whenever one is due, until cancelled. Errors are logged; the next attempt follows later."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if self.due(cluster.sequence):
                 self._taken_at, upto = time.monotonic(), cluster.sequence
                 if await self._run_child():

@@ -18,6 +18,7 @@ from contracts.events.run import RunExited
 from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
+from services.scheduler import snapshot
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import fact_of
@@ -26,19 +27,20 @@ from services.scheduler.core.state import codec
 from services.scheduler.core.state.cluster import Cluster, Phase
 from services.scheduler.core.state.runs import Runs, pack, unpack
 from services.scheduler.snapshot import (
-    KEPT,
-    KEPT_OF_OTHERS,
+    FORMAT_VERSION,
+    OTHER_SNAPSHOTS_KEPT,
+    SNAPSHOTS_KEPT,
     SnapshotRefused,
     SnapshotStore,
-    code_digest,
     decode,
     encode,
+    name_of,
     take_snapshot,
 )
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 from tests.scheduler.world import Chaos, World, spec
 
-CODE, STREAM = "this", "stream 1"
+STREAM = "stream 1"
 
 
 def lively(seed: int, acts: int) -> World:
@@ -60,7 +62,7 @@ def test_snapshot_and_tail_are_the_whole_log(seed: int, acts: int, share: float)
     world = lively(seed, acts)
     cut = int(share * len(world.log))
     early = fold(world.log[:cut])
-    recalled = decode(encode(early, CODE, STREAM), CODE, STREAM)
+    recalled = decode(encode(early, STREAM), STREAM)
     assert recalled == early
     for entry in world.log[cut:]:
         apply(recalled, *entry)
@@ -77,7 +79,7 @@ def test_snapshot_and_tail_are_the_whole_log(seed: int, acts: int, share: float)
 
 @cache
 def some_snapshot() -> bytes:
-    return encode(lively(3, 120).cluster, CODE, STREAM)
+    return encode(lively(3, 120).cluster, STREAM)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,21 +92,17 @@ def test_a_broken_snapshot_is_refused(place: float, bit: int, cut: bool) -> None
     else:
         content[at] ^= 1 << bit
     with pytest.raises(SnapshotRefused):
-        decode(bytes(content), CODE, STREAM)
+        decode(bytes(content), STREAM)
 
 
-def test_a_snapshot_of_other_code_or_of_another_stream_is_refused() -> None:
+def test_a_snapshot_of_another_version_or_of_another_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = some_snapshot()
-    assert isinstance(decode(content, CODE, STREAM), Cluster)
-    with pytest.raises(SnapshotRefused, match="other code"):
-        decode(content, "that", STREAM)
+    assert isinstance(decode(content, STREAM), Cluster)
     with pytest.raises(SnapshotRefused, match="another stream"):
-        decode(content, CODE, "stream 2")
-
-
-def test_the_code_that_folds_is_named_by_all_of_it() -> None:
-    assert len(code_digest()) == 16
-    assert code_digest() == code_digest.__wrapped__()
+        decode(content, "stream 2")
+    monkeypatch.setattr(snapshot, "FORMAT_VERSION", FORMAT_VERSION + 1)
+    with pytest.raises(SnapshotRefused, match=f"of version {FORMAT_VERSION}"):
+        decode(content, STREAM)
 
 
 def test_every_part_of_a_cluster_is_saved() -> None:
@@ -246,9 +244,9 @@ async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settin
     await history(settings, bus)
     name = await take_snapshot(settings)
     store = await bus.js.object_store(topology.SNAPSHOTS.name)
-    later = f"{code_digest()}/{int(name.partition('/')[2]) - 1:020}"
+    later = name_of(int(name.partition("/")[2]) - 1)
     await store.put(later, b"this is no snapshot")
-    await store.put(f"{code_digest()}/{10**15:020}", b"of a stream that was longer")
+    await store.put(name_of(10**15), b"of a stream that was longer")
     assert (found := await SnapshotStore(bus).newest()) is not None
     await store.put(name, (await store.get(name)).data[:-5])
     assert await SnapshotStore(bus).newest() is None
@@ -275,13 +273,14 @@ async def test_a_recreated_stream_has_no_snapshots(settings: Settings, bus: Bus)
 async def test_old_snapshots_are_removed(settings: Settings, bus: Bus) -> None:
     store = await bus.js.object_store(topology.SNAPSHOTS.name)
     for number in range(4):
-        await store.put(f"other-code/{number:020}", b"x")
+        # (Earlier versions named snapshots by a digest of the code.)
+        await store.put(f"{'0a1b2c3d4e5f6071' if number % 2 else FORMAT_VERSION + 1}/{number:020}", b"x")
     for _ in range(4):
         await join(bus, f"n{_}", 1)
         await take_snapshot(settings)
     names = [info.name for info in await store.list(ignore_deletes=True)]
-    own = [name for name in names if name.startswith(code_digest())]
-    assert (len(own), len(names) - len(own)) == (KEPT, KEPT_OF_OTHERS)
+    own = [name for name in names if name.startswith(f"{FORMAT_VERSION}/")]
+    assert (len(own), len(names) - len(own)) == (SNAPSHOTS_KEPT, OTHER_SNAPSHOTS_KEPT)
     newest = await SnapshotStore(bus).newest()
     assert newest is not None
     assert len(newest.nodes) == 4

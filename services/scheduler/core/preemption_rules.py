@@ -14,8 +14,9 @@ from services.scheduler.core.order import queue
 from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.quota.entitlements import held
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster, Run, schedulable_nodes
 from services.scheduler.core.state.index import Key, RunCache
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class PreemptionRule(NamedTuple):
@@ -38,9 +39,29 @@ class AllocatedRun:
     until_s: float = math.inf
 
     @property
+    def milli(self) -> int:
+        """Thousandths of all its slots."""
+        try:
+            return self.run.demand.milli * self.slots
+        except Exception as error:
+            note_suspect(error, run_id=self.run.run_id)
+            raise
+
+    @property
     def spare(self) -> int:
         """Slots by which it can shrink."""
         return max(self.slots - self.run.spec.slots.min, 0)
+
+
+class Preemptor(NamedTuple):
+    """A run that waits, and what decides whom it may preempt."""
+
+    run: Run
+    key: Key
+    slots: int
+    queued_at: datetime
+    is_promised: bool
+    takes_turns: bool
 
 
 class AllocatedRuns(RunCache[AllocatedRun]):
@@ -66,7 +87,7 @@ def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[Allo
         known.state = state
     # A key changes a little before it has changed for sure.
     soon_s = now.timestamp() + 2 * queue.AFTER_S
-    closed = {node.node_id for node in cluster.nodes.values() if not node.is_schedulable}
+    closed = cluster.nodes.keys() - schedulable_nodes(cluster)
     found = []
     for run_id in cluster.active:
         each = known.get(run_id)
@@ -80,11 +101,15 @@ def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[Allo
 
 
 def _allocated_run(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> AllocatedRun | None:
-    slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
-    if not slots:
-        return None
-    key, until_s = queue.holder_key(cluster, run, now, policy)
-    return AllocatedRun(run, key, slots, run.placed_at.timestamp(), until_s)
+    try:
+        slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
+        if not slots:
+            return None
+        key, until_s = queue.holder_key(cluster, run, now, policy)
+        return AllocatedRun(run, key, slots, run.placed_at.timestamp(), until_s)
+    except Exception as error:
+        note_suspect(error, run_id=run.run_id)
+        raise
 
 
 class PreemptionRules:
@@ -118,44 +143,65 @@ class PreemptionRules:
         by_order_alone = not entitlements.at_work and not reclaim.overtakers and not turns
         if by_order_alone and all(each.key[:depth] <= standing for each in self.preemptible):
             return found  # in most cycles: it goes before none of them
+        preemptor = Preemptor(run, key, run.spec.slots.min, run.queued_at, run.reserved is not None, bool(turns))
         for each in order:
             if by_order_alone and each.key[:depth] <= standing:
                 continue
-            rule = self._rule(key, run, each)
-            if rule is None or (self.cycle.now - each.run.placed_at).total_seconds() < rule.granted_s:
-                continue
-            found[each.run.run_id] = each, rule
-            if cumulative:
-                entitlements.refund_run(each.run)
+            try:
+                rule = self._rule(preemptor, each)
+                if rule is None or (self.cycle.now - each.run.placed_at).total_seconds() < rule.granted_s:
+                    continue
+                found[each.run.run_id] = each, rule
+                if cumulative:
+                    entitlements.refund_run(each.run)
+            except Exception as error:
+                note_suspect(error, run_id=each.run.run_id)
+                raise
         for each, _ in found.values() if cumulative else ():
             entitlements.charge(each.run, held(each.run))
         return found
 
-    def _rule(self, key: Key, run: Run, each: AllocatedRun) -> PreemptionRule | None:
-        entitlements, reclaim, least = self.cycle.entitlements, self.policy.reclaim, run.spec.slots.min
-        verdict = entitlements.verdict(run, least, each.run)
-        if verdict is not None:
-            # Rights go before standing: what the one may take back the other cannot keep by priority.
-            return PreemptionRule("quota", reclaim.min_run_s) if verdict else None
+    def _rule(self, preemptor: Preemptor, each: AllocatedRun) -> PreemptionRule | None:
+        reclaim, key = self.policy.reclaim, preemptor.key
+        if self.cycle.entitlements.at_work:
+            verdict, is_by_share, may_take = self._rights(preemptor, each)
+            if verdict is not None:
+                # Rights go before standing: what the one may take back the other cannot keep by priority.
+                return PreemptionRule("quota", reclaim.min_run_s) if verdict else None
+        else:
+            is_by_share = may_take = False
         if each.run.reserved is not None:
             return None  # a run whose start was promised is not stopped as soon as it has come
-        if entitlements.by_share(key, run, each.key, each.run):
-            may = "fair-share" in reclaim.by and entitlements.may_take_share(run, least, each.run)
-            return PreemptionRule("share", reclaim.min_run_s) if may and is_resumable(each.run) else None
+        if is_by_share:
+            return PreemptionRule("share", reclaim.min_run_s) if may_take and is_resumable(each.run) else None
         if queue.may_preempt(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
             if by != "priority" and not is_resumable(each.run):
                 return None  # its work would be destroyed only to change the order
             return PreemptionRule("order", reclaim.quantum_s if by in queue.BY_SERVICE else reclaim.min_run_s)
-        if reclaim.overtakers and each.run.placed_at > run.queued_at and is_resumable(each.run):
-            if run.reserved is not None:
+        if reclaim.overtakers and each.run.placed_at > preemptor.queued_at and is_resumable(each.run):
+            if preemptor.is_promised:
                 return PreemptionRule("ahead", 0.0)  # a promise is kept
             if key < each.key:
                 return PreemptionRule("ahead", reclaim.min_run_s)
-        turns = run.spec.scheduling.time_slice and each.run.spec.scheduling.time_slice
+        turns = preemptor.takes_turns and each.run.spec.scheduling.time_slice
         if turns and reclaim.time_slice_s is not None and key[:-1] == each.key[:-1]:
             return PreemptionRule("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
         return None
+
+    def _rights(self, preemptor: Preemptor, each: AllocatedRun) -> tuple[bool | None, bool, bool]:
+        """Return the verdict of quotas; whether shares decide, and whether they let the preemptor have the slots."""
+        entitlements, (run, key, slots, *_) = self.cycle.entitlements, preemptor
+        try:
+            if (verdict := entitlements.verdict(run, slots, each.run)) is not None:
+                return verdict, False, False
+            if not entitlements.by_share(key, run, each.key, each.run):
+                return None, False, False
+            may = "fair-share" in self.policy.reclaim.by and entitlements.may_take_share(run, slots, each.run)
+            return None, True, may
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id, victim_id=each.run.run_id)
+            raise
 
     def next_change_s(self) -> float:
         """Return when a run has had its granted time, or attains the next level, in seconds since the epoch."""
@@ -191,5 +237,13 @@ def is_ruled_out_by_priority(cycle: CycleState) -> bool:
     if cycle.leaving or index.stopping or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
         return False
     if "priority" in reclaim.by and "priority" in by and index.priorities:
-        return max(run.spec.priority for run in cycle.blocked) <= min(index.priorities)
+        return max(map(_priority_of, cycle.blocked)) <= min(index.priorities)
     return True
+
+
+def _priority_of(run: Run) -> int:
+    try:
+        return run.spec.priority
+    except Exception as error:
+        note_suspect(error, run_id=run.run_id)
+        raise

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.remaining_time import left_s
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class Price(NamedTuple):
@@ -41,12 +42,20 @@ def lost_slot_s(run: Run, now: datetime) -> float:
 
 def restart_cost_slot_s(run: Run, now: datetime, policy: Policy) -> float:
     """Return what it costs to restart the run: the work lost, and the time until it is under way again."""
-    return lost_slot_s(run, now) + run.slot_count * policy.reclaim.resume_cost_s
+    try:
+        return lost_slot_s(run, now) + run.slot_count * policy.reclaim.resume_cost_s
+    except Exception as error:
+        note_suspect(error, run_id=run.run_id)
+        raise
 
 
 def preemption_price(cluster: Cluster, victim: Run, preemptor: Run, now: datetime, policy: Policy) -> Price:
     """Return what the preemption of one victim costs, and what its preemptor gains by all of its victims."""
-    gain = preemptor.spec.slots.min * left_s(cluster, preemptor, now, policy, 0.5)
+    try:
+        gain = preemptor.spec.slots.min * left_s(cluster, preemptor, now, policy, 0.5)
+    except Exception as error:
+        note_suspect(error, run_id=preemptor.run_id)
+        raise
     return Price(round(restart_cost_slot_s(victim, now, policy), 1), round(gain, 1))
 
 

@@ -11,19 +11,16 @@ leaves it when it joins again.
 
 from __future__ import annotations
 
-import traceback
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import FrameType
 from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import CancelRun, PlaceRun
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Run
+from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.core.state.quarantine import (
     describe_error,
     quarantine_node,
@@ -32,6 +29,7 @@ from services.scheduler.core.state.quarantine import (
     release_run,
     reset_index,
 )
+from services.scheduler.core.state.suspects import Suspect, suspects_of
 
 #: Runs and nodes that one cycle may quarantine. Beyond it the cycle decides nothing.
 MAX_QUARANTINED_PER_CYCLE = 100
@@ -64,6 +62,18 @@ class Suspects:
     runs: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     #: Run -> the nodes that are in quarantine, although it may be the run.
     nodes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    #: Run that may be preempted -> the runs that are in quarantine, although it may be that one.
+    preemptors: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def release_runs(self, cluster: Cluster, node_id: str) -> None:
+        """Release the runs that were suspected in place of the node."""
+        for run_id in self.runs.pop(node_id, ()):
+            release_run(cluster, run_id)
+
+    def release_preemptors(self, cluster: Cluster, victim_id: str) -> None:
+        """Release the runs that were suspected in place of the victim."""
+        for run_id in self.preemptors.pop(victim_id, ()):
+            release_run(cluster, run_id)
 
     def accuse_waiting_run(self, cluster: Cluster, made: CycleResult) -> bool:
         """Swap the nodes of a run that is not placed without them for the run itself; False if there is none.
@@ -117,32 +127,31 @@ def describe_quarantine(cluster: Cluster) -> dict[str, dict[str, str]]:
 def _quarantine_culprit(cluster: Cluster, error: Exception, suspects: Suspects) -> bool:
     """Quarantine what the cycle failed on; False if nothing is left to be quarantined.
 
-    Where the failing code looks at a run and a node together, the run is suspected first. If the same node turns up
-    with a second run, it is the node, and the runs suspected with it are released. Where it looks at a node alone, on
-    behalf of a run, the node is suspected first (see ``Suspects``).
+    Where the failing code looks at a run and a node together, or at a run and its victim, the run is suspected first.
+    If the same node or victim turns up with a second run, it is that one, and the runs suspected with it are released.
+    Where it looks at a node alone, on behalf of a run, the node is suspected first (see ``Suspects``).
     """
     reason = describe_error(error)
-    inspected = [
-        (
-            run if run and run.run_id in cluster.runs and run.run_id not in cluster.quarantined_runs else None,
-            node if node and node.node_id in cluster.nodes and not node.quarantined else None,
-        )
-        for run, node in _inspected(error)
-    ]
-    behalf = next((run for run, _ in inspected if run), None)
-    for run, node in inspected:
-        if node and (not run or node.node_id in suspects.runs):
-            if node.node_id in suspects.runs:
-                for run_id in suspects.runs.pop(node.node_id):
-                    release_run(cluster, run_id)
+    noted = [_without_known(cluster, each) for each in suspects_of(error)]
+    behalf = next((each.run_id for each in noted if each.run_id), "")
+    for run_id, node_id, victim_id in noted:
+        if node_id and (not run_id or node_id in suspects.runs):
+            if node_id in suspects.runs:
+                suspects.release_runs(cluster, node_id)
             elif behalf:
-                suspects.nodes[behalf.run_id].append(node.node_id)
-            quarantine_node(cluster, node.node_id, "cycle", reason)
+                suspects.nodes[behalf].append(node_id)
+            quarantine_node(cluster, node_id, "cycle", reason)
             return True
-        if run:
-            if node:
-                suspects.runs[node.node_id].append(run.run_id)
-            quarantine_run(cluster, run.run_id, "cycle", reason)
+        if victim_id and (not run_id or victim_id in suspects.preemptors):
+            suspects.release_preemptors(cluster, victim_id)
+            quarantine_run(cluster, victim_id, "cycle", reason)
+            return True
+        if run_id:
+            if node_id:
+                suspects.runs[node_id].append(run_id)
+            if victim_id:
+                suspects.preemptors[victim_id].append(run_id)
+            quarantine_run(cluster, run_id, "cycle", reason)
             return True
     # The newest change is the most likely cause.
     rest = [run_id for members in (cluster.unqueued, cluster.queued, cluster.active) for run_id in members]
@@ -153,21 +162,12 @@ def _quarantine_culprit(cluster: Cluster, error: Exception, suspects: Suspects) 
     return True
 
 
-def _inspected(error: Exception) -> Iterator[tuple[Run | None, Node | None]]:
-    """Yield the run and the node that each frame of the error's traceback was looking at, the innermost first."""
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        run, node = _find(frame, "run", Run), _find(frame, "node", Node)
-        if run is not None or node is not None:
-            yield run, node
-
-
-def _find(frame: FrameType, name: str, kind: type[Any]) -> Any:
-    """Return the frame's variable of that name, else its last variable that holds one (also as ``value.run``)."""
-    values = frame.f_locals
-    ordered = [values[name]] if name in values else []
-    for value in (*ordered, *reversed(list(values.values()))):
-        if isinstance(value, kind):
-            return value
-        if isinstance(inner := getattr(value, name, None), kind):
-            return inner
-    return None
+def _without_known(cluster: Cluster, noted: Suspect) -> Suspect:
+    """Return what was noted without what is no part of the cluster, or in quarantine already."""
+    runs, nodes = cluster.runs, cluster.nodes
+    run_id, victim_id = (
+        each if each in runs and each not in cluster.quarantined_runs else ""
+        for each in (noted.run_id, noted.victim_id)
+    )
+    node = nodes.get(noted.node_id)
+    return Suspect(run_id, "" if node is None or node.quarantined else node.node_id, victim_id)

@@ -10,7 +10,8 @@ from typing import Any
 from contracts.texts import format_time
 from services.scheduler.core.decisions import Code
 from services.scheduler.core.place.resource_request import useful
-from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
+from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run, schedulable_nodes
+from services.scheduler.core.state.suspects import note_suspect
 
 #: How many runs or nodes a message names.
 MAX_NAMES = 5
@@ -40,7 +41,14 @@ class Why:
 
 def too_large(cluster: Cluster, run: Run, capacity: int) -> Why:
     """Return the reason of a run that requests more slots than the present nodes have for it: ``capacity``."""
-    whole = sum(node.slots for node in cluster.nodes.values() if node.is_schedulable)
+    whole, node_id = 0, ""
+    try:
+        for node in schedulable_nodes(cluster).values():
+            node_id = node.node_id
+            whole += node.slots
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
     if not any(node.alive for node in cluster.nodes.values()):
         return Why("no nodes")
     if run.exact and whole >= run.spec.slots.min:
@@ -93,9 +101,8 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
 def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
     """Why an exact run does not take slots that would do for any other."""
     homes: dict[str, list[str]] = {}
-    for node in sorted(cluster.nodes.values(), key=lambda node: node.node_id):
-        if node.is_schedulable:
-            homes.setdefault(node.machine, []).append(node.node_id)
+    for node_id, machine in sorted(_machines(cluster).items()):
+        homes.setdefault(machine, []).append(node_id)
     there = "; ".join(list_names(names, "node") for names in homes.values())
     of_one_kind = (
         f"on machines like the ones it has run on (kind {run.machine[:12]}), and there are {why.capacity}"
@@ -112,7 +119,7 @@ def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
 
 def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     need = run.spec.slots.min
-    alike = " on machines of one kind" if run.exact and len({n.machine for n in cluster.nodes.values()}) > 1 else ""
+    alike = " on machines of one kind" if run.exact and len(set(_machines(cluster).values())) > 1 else ""
     text = f"needs at least {_slots(need)}{alike}, {why.idle} of {why.capacity} are free"
     if why.idle >= need:
         text += ", but not as they would have to lie together"
@@ -126,6 +133,19 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text
 
 
+def _machines(cluster: Cluster) -> dict[str, str]:
+    """Return the kind of machine of each node on which something may be placed."""
+    found, node_id = {}, ""
+    try:
+        for node in schedulable_nodes(cluster).values():
+            node_id = node.node_id
+            found[node_id] = node.machine
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
+    return found
+
+
 def _holders(cluster: Cluster) -> list[str]:
     """Return the allocated runs, in order; cached, since many texts name them."""
     index = cluster.index
@@ -137,8 +157,14 @@ def _holders(cluster: Cluster) -> list[str]:
 
 def _place_in_queue(cluster: Cluster, run: Run, why: Why) -> str:
     ahead = cluster.runs.get(why.ahead or "")
-    if ahead is not None and ahead.spec.priority > run.spec.priority:
-        return f"a priority above {ahead.spec.priority} would put this one first"
+    if ahead is not None:
+        try:
+            priority = ahead.spec.priority
+        except Exception as error:
+            note_suspect(error, run_id=ahead.run_id)
+            raise
+        if priority > run.spec.priority:
+            return f"a priority above {priority} would put this one first"
     return "within a priority the order is that of submission"
 
 

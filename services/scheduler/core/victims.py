@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
-from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
+from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots, has_profiles
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 #: Sets of runs of one node that are compared; with more, those that are cheapest by themselves are taken.
@@ -316,7 +316,7 @@ class _CellSearch:
 
     def _groups(self, node_id: str) -> list[list[tuple[Victim, ...]]]:
         """What is chosen independently on a node. Of runs that free the same the cheapest go first."""
-        profiles = bool(self.problem.nodes[node_id].node.profiles)
+        profiles = has_profiles(self.problem.nodes[node_id].node)
         alike: dict[object, list[Candidate]] = {}
         groups: list[list[tuple[Victim, ...]]] = []
         for candidate in self._local[node_id]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from contracts.scheduling import EvenWait, Policy
 from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.suspects import note_suspect
 
 #: The longest wait is rounded up to this part of the margin; the queue is sorted again when it changes.
 STEP = 0.25
@@ -60,13 +61,18 @@ def _longest_waits(cluster: Cluster) -> dict[WaitGroup, float]:
     if known is not None and known[0] == cluster.sequence:
         return known[1]
     found: dict[WaitGroup, float] = {}
-    for run_id in cluster.active:
-        run = cluster.runs[run_id]
-        # (One that has ended and is not settled yet has its last slots counted among what it had before.)
-        waited_s = (run.placed_at - run.ready_at).total_seconds() - run.run_s
-        if waited_s > 0:
-            group = group_of(run)
-            found[group] = max(found.get(group, 0.0), waited_s)
+    run_id = ""
+    try:
+        for run_id in cluster.active:
+            run = cluster.runs[run_id]
+            # (One that has ended and is not settled yet has its last slots counted among what it had before.)
+            waited_s = (run.placed_at - run.ready_at).total_seconds() - run.run_s
+            if waited_s > 0:
+                group = group_of(run)
+                found[group] = max(found.get(group, 0.0), waited_s)
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
     cluster.index.longest_waits = (cluster.sequence, found)
     return found
 

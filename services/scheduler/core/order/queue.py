@@ -17,6 +17,7 @@ from services.scheduler.core.order import even_wait
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Index, Key, RunQueue
+from services.scheduler.core.state.suspects import note_suspect
 
 #: Keys that change while a run has its slots.
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
@@ -139,8 +140,12 @@ KEYS: dict[OrderKey, KeyOf] = {
 
 def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     """What the run is ordered by, the submission last; ``fair-share`` stands as 0 in it."""
-    found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
-    return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
+    try:
+        found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
+        return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
+    except Exception as error:
+        note_suspect(error, run_id=run.run_id)
+        raise
 
 
 def has_stable_keys(policy: Policy) -> bool:
@@ -250,8 +255,12 @@ def _update_allocation(cluster: Cluster, run_id: str) -> None:
     if run_id not in cluster.active:
         cluster.index.update_allocation(run_id, None, stopping=False)
         return
-    run = cluster.runs[run_id]
-    cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.preempting is not None)
+    try:
+        run = cluster.runs[run_id]
+        cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.preempting is not None)
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
 
 
 def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
@@ -263,14 +272,18 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
         index.without_accelerator.discard(run_id)
         return
     run = cluster.runs[run_id]
-    if not run.demand.milli:
-        index.without_accelerator.add(run_id)
-    index.count(run_id, (resource_request_of(cluster, run), run.least))
-    index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
-    if has_lift(policy) and _attained(cluster, run, now, policy) == _lifted(policy):
-        index.overdue.add(run_id)
-    if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
-        index.alarm(at_s, run_id)
+    try:
+        if not run.demand.milli:
+            index.without_accelerator.add(run_id)
+        index.count(run_id, (resource_request_of(cluster, run), run.least))
+        index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
+        if has_lift(policy) and _attained(cluster, run, now, policy) == _lifted(policy):
+            index.overdue.add(run_id)
+        if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
+            index.alarm(at_s, run_id)
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
 
 
 def iterate(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Policy) -> Iterator[tuple[Key, str]]:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.workload import Shape, shape_of
 
 if TYPE_CHECKING:
@@ -219,8 +220,12 @@ class FragmentationScores:
         scores = self._scores.setdefault(shape, {})
         for capacity in capacities:
             state = capacity.state
-            if state is None or capacity.node.profiles:
-                state = capacity.state = self._state_of(capacity, shape.profile)
+            try:
+                if state is None or capacity.node.profiles:
+                    state = capacity.state = self._state_of(capacity, shape.profile)
+            except Exception as error:
+                note_suspect(error, node_id=capacity.node.node_id)
+                raise
             try:
                 score = scores[state]
             except KeyError:
@@ -237,14 +242,18 @@ class FragmentationScores:
 
     def _state_of(self, capacity: NodeCapacity, profile: str) -> State:
         """The state of the node, as a shape of that MIG profile sees it."""
-        node, left = capacity.node, list(capacity.free_milli)
-        if node.profiles:
-            seen = [milli for milli, each in zip(left, node.profiles, strict=False) if each == profile]
-        else:
-            seen, profile = left, ""
-        cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED_REST
-        memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED_REST
-        return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
+        try:
+            node, left = capacity.node, list(capacity.free_milli)
+            if node.profiles:
+                seen = [milli for milli, each in zip(left, node.profiles, strict=False) if each == profile]
+            else:
+                seen, profile = left, ""
+            cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED_REST
+            memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED_REST
+            return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
+        except Exception as error:
+            note_suspect(error, node_id=capacity.node.node_id)
+            raise
 
 
 def rarity_of(typical: Typical, slots: Mapping[str, int]) -> Rarity:
@@ -292,7 +301,11 @@ def _slots(capacity: NodeCapacity, demand: SlotRequest, count: int, share_of: in
     """Return the slots of the node to take."""
     if not share_of:
         return capacity.pick(demand, count)
-    profiles = capacity.node.profiles
+    try:
+        profiles = capacity.node.profiles
+    except Exception as error:
+        note_suspect(error, node_id=capacity.node.node_id)
+        raise
     for slot, milli in enumerate(capacity.free_milli):
         if milli == share_of and (not profiles or profiles[slot] == demand.profile):
             return (slot,)

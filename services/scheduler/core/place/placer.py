@@ -14,16 +14,18 @@ from datetime import datetime, timedelta
 
 from contracts.events.run import Member
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.place.clusters import FETCH_S, Candidate, choose_cluster
 from services.scheduler.core.place.fragmentation import FragmentationScores, rarity_of
 from services.scheduler.core.place.maintenance import closed as closed_for
 from services.scheduler.core.place.pools import Preferences, kinds_of
 from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NODE, ResourceRequest, suits
-from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots, has_profiles
 from services.scheduler.core.place.strategies import CHOICES, pack
-from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
 from services.scheduler.core.state.remaining_time import left_s
 from services.scheduler.core.state.slot_request import SIMPLE, SlotRequest
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class Placer:
@@ -49,11 +51,15 @@ class Placer:
         found: dict[str, Node] | None = self._memory.get(key)
         if found is None:
             tier = kinds_of(request.capacity, request.tier, self.policy.pools)
-            found = {
-                node.node_id: node
-                for node in self.cluster.nodes.values()
-                if node.is_schedulable and suits(node, request) and node.labels.get(CAPACITY, "on-demand") in tier
-            }
+            found, node_id = {}, ""
+            try:
+                for node_id, node in self.cluster.nodes.items():
+                    is_suitable = node.is_schedulable and suits(node, request)
+                    if is_suitable and node.labels.get(CAPACITY, "on-demand") in tier:
+                        found[node_id] = node
+            except Exception as error:
+                note_suspect(error, node_id=node_id)
+                raise
             self._memory[key] = found
         return found
 
@@ -128,7 +134,11 @@ class Placer:
 
     def _alike(self, cell: tuple[str, ...], request: ResourceRequest) -> bool:
         """Whether the cell's machines are those on which an exact run's state came about."""
-        return not request.machine or self.cluster.nodes[cell[0]].machine == request.machine
+        try:
+            return not request.machine or self.cluster.nodes[cell[0]].machine == request.machine
+        except Exception as error:
+            note_suspect(error, node_id=cell[0])
+            raise
 
     def _may_lie(self, cell: tuple[str, ...], request: ResourceRequest, least: int) -> bool:
         """An exact run goes where its state came about; if that can never be, and it is not bound, anywhere."""
@@ -214,7 +224,7 @@ class Placer:
         plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not request.machine
         chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
         cells = self.cells(request)[0]
-        if not plain or chosen or len(cells) != 1 or any(self.cluster.nodes[each].profiles for each in cells[0]):
+        if not plain or chosen or len(cells) != 1 or any(has_profiles(self.cluster.nodes[each]) for each in cells[0]):
             return ()
         return cells[0]
 
@@ -232,11 +242,15 @@ class Placer:
         if not self.windows:
             return frozenset()
         end = start + timedelta(seconds=left_s(self.cluster, run, self.now, self.policy) + run.spec.grace_s)
-        return frozenset(
-            node.node_id
-            for node in self.cluster.nodes.values()
-            if any(closed_for(node.node_id, node.labels, window, start, end) for window in self.windows)
-        )
+        found, node_id = set(), ""
+        try:
+            for node_id, node in schedulable_nodes(self.cluster).items():
+                if any(closed_for(node_id, node.labels, window, start, end) for window in self.windows):
+                    found.add(node_id)
+        except Exception as error:
+            note_suspect(error, node_id=node_id)
+            raise
+        return frozenset(found)
 
     def _preferred(
         self, capacities: list[NodeCapacity], run: Run, demand: SlotRequest, count: int
@@ -250,7 +264,14 @@ class Placer:
         if preferences is None:
             preferences = Preferences.of(run.spec, self.policy, left_s(self.cluster, run, self.now, self.policy, 0.5))
             self._preferences[run.run_id] = preferences
-        numbers = [preferences.number(capacity.node.labels) for capacity in capacities]
+        numbers, node_id = [], ""
+        try:
+            for capacity in capacities:
+                node_id = capacity.node.node_id
+                numbers.append(preferences.number(capacity.node.labels))
+        except Exception as error:
+            note_suspect(error, node_id=node_id)
+            raise
         there = 0
         for best in sorted({number for number in numbers if number is not None}):
             there += sum(
@@ -315,12 +336,12 @@ class Placer:
                     if slots:
                         capacities.append(capacity)
                         total += slots
-                        cached += dataset is not None and dataset in capacity.node.datasets
+                        cached += dataset is not None and _has_dataset(capacity.node, dataset)
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
                     slots_left = -total if request.machine is not None else total
                     _, down = self._preferred(capacities, run, demand, count)
-                    name = capacities[0].node.labels.get(CLUSTER, "")
+                    name = _trait(capacities[0].node, CLUSTER)
                     seen = Candidate(name, total, total, 0, cached / len(capacities), down)
                     fitting.append((name, seen, (down, -min(cached, 1), slots_left), capacities))
             if len(fitting) == 1:
@@ -350,7 +371,7 @@ class Placer:
         if self._bound is None:
             self._bound = {}
             for run_id in self.cluster.queued:
-                spec = self.cluster.runs[run_id].spec
+                spec = _spec_of(self.cluster, run_id)
                 if len(spec.scheduling.clusters) == 1:
                     name = spec.scheduling.clusters[0]
                     self._bound[name] = self._bound.get(name, 0) + spec.slots.min
@@ -378,10 +399,24 @@ def _divided(nodes: Mapping[str, Node], traits: tuple[str, ...]) -> list[tuple[s
 
 
 def _trait(node: Node, trait: str) -> str:
-    if trait == "machine":
-        return node.machine
-    # A node without the label shares it with no other node.
-    return node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
+    try:
+        if trait == "machine":
+            return node.machine
+        # A node without the label shares it with no other node.
+        return (
+            node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
+        )
+    except Exception as error:
+        note_suspect(error, node_id=node.node_id)
+        raise
+
+
+def _has_dataset(node: Node, dataset: str) -> bool:
+    try:
+        return dataset in node.datasets
+    except Exception as error:
+        note_suspect(error, node_id=node.node_id)
+        raise
 
 
 def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
@@ -391,12 +426,26 @@ def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
     memory = index.memory()
     if scores.typical is not typical or "rarity" not in memory:
         slots: Counter[str] = Counter()
-        for node in cluster.nodes.values():
-            slots[node.accelerator] += node.slots if node.is_schedulable else 0
+        node_id = ""
+        try:
+            for node in schedulable_nodes(cluster).values():
+                node_id = node.node_id
+                slots[node.accelerator] += node.slots
+        except Exception as error:
+            note_suspect(error, node_id=node_id)
+            raise
         rarity = memory["rarity"] = rarity_of(typical, slots)
         if scores.typical is not typical or scores.rarity != rarity:
             scores = index.caches[FragmentationScores] = FragmentationScores(typical, rarity)
     return scores
+
+
+def _spec_of(cluster: Cluster, run_id: str) -> RunSpec:
+    try:
+        return cluster.runs[run_id].spec
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
 
 
 def _enough(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from contracts.scheduling import Policy
-from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
 from services.scheduler.core.state.slot_request import SlotRequest
+from services.scheduler.core.state.suspects import note_suspect
 
 #: Labels of nodes that mean something here.
 CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
@@ -66,11 +67,16 @@ def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
     """The nodes on which the run kept failing by no fault of its own, or is not to be again."""
     if not run.strikes:
         return frozenset(run.excluded_nodes)
-    return frozenset(run.excluded_nodes).union(
-        node.node_id
-        for node in cluster.nodes.values()
-        if run.strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after
-    )
+    found, node_id = set(run.excluded_nodes), ""
+    strikes = run.strikes
+    try:
+        for node_id, node in schedulable_nodes(cluster).items():
+            if strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after:
+                found.add(node_id)
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
+    return frozenset(found)
 
 
 def useful(run: Run, slots: int) -> int:

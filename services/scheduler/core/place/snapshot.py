@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.suspects import note_suspect
 
 if TYPE_CHECKING:
     from services.scheduler.core.place.fragmentation import State
@@ -45,9 +46,15 @@ class NodeCapacity:
 
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> NodeCapacity:
-        left = [SLOT_MILLI] * node.slots if empty else list(node.free_milli)
-        cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.free_cpu_milli, node.free_memory_bytes)
-        return cls(node, left, cpu, memory, left.count(SLOT_MILLI), sum(left), node.version)
+        try:
+            left = [SLOT_MILLI] * node.slots if empty else list(node.free_milli)
+            cpu, memory = (
+                (node.cpu_milli, node.memory_bytes) if empty else (node.free_cpu_milli, node.free_memory_bytes)
+            )
+            return cls(node, left, cpu, memory, left.count(SLOT_MILLI), sum(left), node.version)
+        except Exception as error:
+            note_suspect(error, node_id=node.node_id)
+            raise
 
     def copy(self) -> NodeCapacity:
         return NodeCapacity(
@@ -68,24 +75,28 @@ class NodeCapacity:
         return found
 
     def _fitting(self, demand: SlotRequest) -> int:
-        if demand.milli == SLOT_MILLI and not self.node.profiles:
-            count = self.whole_slots
-        elif demand.milli == 0:
-            count = self.node.slots if not demand.cpu_milli else 1_000_000
-        elif not self.node.profiles:
-            milli = demand.milli
-            # (In one go: this is asked of every node for each share that is placed.)
-            count = 0 if demand.profile else len([each for each in self.free_milli if each >= milli])
-        else:
-            count = sum(1 for _ in self._usable(demand))
-        if count and demand.cpu_milli and self.node.cpu_milli:
-            count = min(count, self.cpu_milli // demand.cpu_milli)
-        if count and demand.memory_bytes and self.node.memory_bytes:
-            count = min(count, self.memory_bytes // demand.memory_bytes)
-        if demand.bundle > 1:
-            count -= count % demand.bundle
-            return min(count, demand.bundle) if demand.one_bundle_per_node else count
-        return min(count, 1) if demand.one_bundle_per_node else max(count, 0)
+        try:
+            if demand.milli == SLOT_MILLI and not self.node.profiles:
+                count = self.whole_slots
+            elif demand.milli == 0:
+                count = self.node.slots if not demand.cpu_milli else 1_000_000
+            elif not self.node.profiles:
+                milli = demand.milli
+                # (In one go: this is asked of every node for each share that is placed.)
+                count = 0 if demand.profile else len([each for each in self.free_milli if each >= milli])
+            else:
+                count = sum(1 for _ in self._usable(demand))
+            if count and demand.cpu_milli and self.node.cpu_milli:
+                count = min(count, self.cpu_milli // demand.cpu_milli)
+            if count and demand.memory_bytes and self.node.memory_bytes:
+                count = min(count, self.memory_bytes // demand.memory_bytes)
+            if demand.bundle > 1:
+                count -= count % demand.bundle
+                return min(count, demand.bundle) if demand.one_bundle_per_node else count
+            return min(count, 1) if demand.one_bundle_per_node else max(count, 0)
+        except Exception as error:
+            note_suspect(error, node_id=self.node.node_id)
+            raise
 
     def _usable(self, demand: SlotRequest) -> Iterator[int]:
         profiles = self.node.profiles
@@ -97,10 +108,14 @@ class NodeCapacity:
         """Return the slots to allocate: whole ones in order, shares where the least is left over."""
         if demand.milli == 0:
             return tuple(range(count))
-        usable = list(self._usable(demand))
-        if demand.milli < SLOT_MILLI:
-            usable.sort(key=lambda slot: (self.free_milli[slot], slot))
-        return tuple(sorted(usable[:count]))
+        try:
+            usable = list(self._usable(demand))
+            if demand.milli < SLOT_MILLI:
+                usable.sort(key=lambda slot: (self.free_milli[slot], slot))
+            return tuple(sorted(usable[:count]))
+        except Exception as error:
+            note_suspect(error, node_id=self.node.node_id)
+            raise
 
     def allocate(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
         self._count(demand, slots, -1)
@@ -113,12 +128,16 @@ class NodeCapacity:
         self._fits.clear()
         self.state = None
         if demand.milli:
-            for slot in slots:
-                if slot < len(left):
-                    before = left[slot]
-                    left[slot] = before + sign * demand.milli
-                    self.total_milli += sign * demand.milli
-                    self.whole_slots += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
+            try:
+                for slot in slots:
+                    if slot < len(left):
+                        before = left[slot]
+                        left[slot] = before + sign * demand.milli
+                        self.total_milli += sign * demand.milli
+                        self.whole_slots += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
+            except Exception as error:
+                note_suspect(error, node_id=self.node.node_id)
+                raise
         self.cpu_milli += sign * demand.cpu_milli * len(slots)
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
@@ -192,21 +211,24 @@ class ClusterSnapshot:
     @classmethod
     def free(cls, cluster: Cluster) -> ClusterSnapshot:
         """Return the snapshot of the present."""
-        known, capacities = cluster.index.find_cache(NodeCapacities), {}
-        for node_id, node in cluster.nodes.items():
-            if node.is_schedulable:
-                capacity = known.get(node_id)
-                if capacity is None or capacity.version != node.version or capacity.node is not node:
-                    capacity = known[node_id] = NodeCapacity.of(node)
-                capacities[node_id] = capacity
+        known, capacities, node_id = cluster.index.find_cache(NodeCapacities), {}, ""
+        try:
+            for node_id, node in cluster.nodes.items():
+                if node.is_schedulable:
+                    capacity = known.get(node_id)
+                    if capacity is None or capacity.version != node.version or capacity.node is not node:
+                        capacity = known[node_id] = NodeCapacity.of(node)
+                    capacities[node_id] = capacity
+        except Exception as error:
+            note_suspect(error, node_id=node_id)
+            raise
         return cls(capacities)
 
     @classmethod
     def empty(cls, cluster: Cluster) -> ClusterSnapshot:
         """Return the snapshot of an empty cluster."""
-        return cls(
-            {node.node_id: NodeCapacity.of(node, empty=True) for node in cluster.nodes.values() if node.is_schedulable}
-        )
+        nodes = schedulable_nodes(cluster)
+        return cls({node_id: NodeCapacity.of(node, empty=True) for node_id, node in nodes.items()})
 
     def copy(self) -> ClusterSnapshot:
         self._own.clear()
@@ -260,4 +282,17 @@ class ClusterSnapshot:
 
     def release_run(self, run: Run) -> None:
         """Release all slots that the run still has."""
-        self.release(run.demand, ((part.node_id, part.slots) for part in run.live))
+        try:
+            self.release(run.demand, ((part.node_id, part.slots) for part in run.live))
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
+
+
+def has_profiles(node: Node) -> bool:
+    """Whether the slots of the node are MIG slices."""
+    try:
+        return bool(node.profiles)
+    except Exception as error:
+        note_suspect(error, node_id=node.node_id)
+        raise

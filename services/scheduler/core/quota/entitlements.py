@@ -21,6 +21,7 @@ from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
 from services.scheduler.core.state.slot_request import SLOT_MILLI
+from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.usage import lineage
 
 NONE: frozenset[str] = frozenset()
@@ -56,8 +57,14 @@ class Entitlements:
         nodes = self.cluster.nodes
         for run_id in self.cluster.active:
             run = self.cluster.runs[run_id]
-            for part in run.live if run.demand.milli else ():
-                yield run, slots_of(run, len(part.slots)), nodes[part.node_id].accelerator
+            try:
+                parts = run.live if run.demand.milli else ()
+                held_slots = [(slots_of(run, len(part.slots)), nodes[part.node_id].accelerator) for part in parts]
+            except Exception as error:
+                note_suspect(error, run_id=run_id)
+                raise
+            for slots, accelerator in held_slots:
+                yield run, slots, accelerator
 
     @property
     def at_work(self) -> bool:
@@ -108,8 +115,13 @@ class Entitlements:
         found: dict[str, frozenset[str]] | None = memory.get(key)
         if found is None:
             nodes: dict[str, set[str]] = {}
-            for node_id, node in self.placer.eligible(request).items():
-                nodes.setdefault(node.accelerator, set()).add(node_id)
+            node_id = ""
+            try:
+                for node_id, node in self.placer.eligible(request).items():
+                    nodes.setdefault(node.accelerator, set()).add(node_id)
+            except Exception as error:
+                note_suspect(error, node_id=node_id)
+                raise
             found = memory[key] = {kind: frozenset(node_ids) for kind, node_ids in nodes.items()}
         return found
 
@@ -128,16 +140,22 @@ class Entitlements:
         self._change(run, held(run), -1)
 
     def _change(self, run: Run, taken: Iterable[NodeSlots], sign: int) -> None:
-        if (self.quotas is None and self.shares is None) or not run.demand.milli:
+        if self.quotas is None and self.shares is None:
             return
-        self._shut.clear()
-        self._within.clear()
-        for node_id, slots in taken:
-            amount = sign * slots_of(run, len(slots))
-            if self.quotas is not None and (node := self.cluster.nodes.get(node_id)) is not None:
-                self.quotas.charge(run, amount, node.accelerator)
-            if self.shares is not None:
-                self.shares.charge(run.spec.team, amount)
+        try:
+            if not run.demand.milli:
+                return
+            self._shut.clear()
+            self._within.clear()
+            for node_id, slots in taken:
+                amount = sign * slots_of(run, len(slots))
+                if self.quotas is not None and (node := self.cluster.nodes.get(node_id)) is not None:
+                    self.quotas.charge(run, amount, node.accelerator)
+                if self.shares is not None:
+                    self.shares.charge(run.spec.team, amount)
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     # -- who goes first -------------------------------------------------------------
 
@@ -162,23 +180,33 @@ class Entitlements:
 
     def within(self, run: Run) -> bool:
         """Whether the run would borrow nothing."""
-        if self.quotas is None or not self.lent or not run.demand.milli:
+        if self.quotas is None or not self.lent:
             return True
-        request, least = resource_request_of(self.cluster, run), run.spec.slots.min
-        alike = (run.spec.team, request, least)
-        found = self._within.get(alike)
-        if found is None:
-            slots = slots_of(run, least)
-            found = any(self.quotas.within(run, slots, kind) for kind in self.kinds(request))
-            self._within[alike] = found
-        return found
+        try:
+            if not run.demand.milli:
+                return True
+            request, least = resource_request_of(self.cluster, run), run.spec.slots.min
+            alike = (run.spec.team, request, least)
+            found = self._within.get(alike)
+            if found is None:
+                slots = slots_of(run, least)
+                found = any(self.quotas.within(run, slots, kind) for kind in self.kinds(request))
+                self._within[alike] = found
+            return found
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     def rank(self, run: Run, key: Key) -> tuple[bool, Key, Key, Key]:
         """Where a run with this key stands in the line as things are now."""
         if self.shares is None:
             return not self.within(run), key, (), ()
         at = self._share_at
-        return not self.within(run), key[:at], self.shares.key(run.spec.team), key[at + 1 :]
+        try:
+            return not self.within(run), key[:at], self.shares.key(run.spec.team), key[at + 1 :]
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     def alike(self, run: Run) -> Hashable:
         """What two runs have in common if the same holds for them here."""
@@ -202,30 +230,46 @@ class Entitlements:
 
     def owners(self, blocked: Iterable[Run]) -> list[Run]:
         """The first of these runs that have a right to slots."""
-        return list(islice((run for run in blocked if run.demand.milli and self.within(run)), MAX_OWNERS))
+        return list(islice(filter(self._is_owner, blocked), MAX_OWNERS))
+
+    def _is_owner(self, run: Run) -> bool:
+        try:
+            return bool(run.demand.milli) and self.within(run)
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     def gets_back(
         self, run: Run, request: ResourceRequest, snapshot: ClusterSnapshot, leaving: Collection[str]
     ) -> bool:
         """Whether the run fits once all runs have stopped that are stopping, or may be stopped for it."""
         trial, gone = snapshot.copy(), []
-        least_s = self.policy.reclaim.min_run_s
+        least, least_s = run.spec.slots.min, self.policy.reclaim.min_run_s
         holders = [each for run_id in self.cluster.active if (each := self.cluster.runs[run_id]).live]
-        asked = {each.run_id for each in holders if each.preempting is not None or each.run_id in leaving}
-        for each in holders:
-            if each.run_id in asked:
-                trial.release_run(each)
-                self.refund_run(each)
-                gone.append(each)
-        for each in holders:
-            granted = self.now_s - each.placed_at.timestamp() >= least_s
-            may_go = granted and each.spec.scheduling.preemptible and not each.terminal and each.run_id not in asked
-            if may_go and self.verdict(run, run.spec.slots.min, each):
-                trial.release_run(each)
-                self.refund_run(each)
-                gone.append(each)
-        for each in gone:
-            self.charge(each, held(each))
+        holder_id = ""
+        try:
+            asked = set()
+            for each in holders:
+                holder_id = each.run_id
+                if each.preempting is not None or holder_id in leaving:
+                    asked.add(holder_id)
+                    trial.release_run(each)
+                    self.refund_run(each)
+                    gone.append(each)
+            for each in holders:
+                holder_id = each.run_id
+                granted = self.now_s - each.placed_at.timestamp() >= least_s
+                may_go = granted and each.spec.scheduling.preemptible and not each.terminal and holder_id not in asked
+                if may_go and self.verdict(run, least, each):
+                    trial.release_run(each)
+                    self.refund_run(each)
+                    gone.append(each)
+            for each in gone:
+                holder_id = each.run_id
+                self.charge(each, held(each))
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id, victim_id=holder_id)
+            raise
         shut, refusal = self.shut(run, request, run.spec.slots.min)
         return refusal is None and self.placer.find(trial, run, run.spec.slots.min, request, closed=shut) is not None
 
@@ -254,10 +298,14 @@ class Entitlements:
                 wake_s = min(wake_s, out.at)
                 continue
             for run_id in out.run_ids:
-                run = self.cluster.runs[run_id]
-                if run.preempting is None and run_id not in leaving and not run.terminal:
-                    stop = PreemptRun(run_id, run.generation, _spent_text(out), "preempted", run.spec.grace_s)
-                    stops.setdefault(run_id, stop)
+                try:
+                    run = self.cluster.runs[run_id]
+                    if run.preempting is None and run_id not in leaving and not run.terminal:
+                        stop = PreemptRun(run_id, run.generation, _spent_text(out), "preempted", run.spec.grace_s)
+                        stops.setdefault(run_id, stop)
+                except Exception as error:
+                    note_suspect(error, run_id=run_id)
+                    raise
         return list(stops.values()), wake_s
 
     @property

@@ -9,6 +9,7 @@ from typing import Self
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.quota.entitlements import Entitlements, held
 from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class Transaction:
@@ -56,9 +57,13 @@ class Transaction:
         self._apply(run, slots, allocates=allocates)
 
     def _apply(self, run: Run, slots: list[NodeSlots], *, allocates: bool) -> None:
-        if allocates:
-            self.snapshot.allocate(run.demand, slots)
-            self.entitlements.charge(run, slots)
-        else:
-            self.snapshot.release(run.demand, slots)
-            self.entitlements.refund(run, slots)
+        try:
+            if allocates:
+                self.snapshot.allocate(run.demand, slots)
+                self.entitlements.charge(run, slots)
+            else:
+                self.snapshot.release(run.demand, slots)
+                self.entitlements.refund(run, slots)
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise

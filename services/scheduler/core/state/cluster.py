@@ -22,6 +22,7 @@ from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
+from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.usage import TeamUsage
 from services.scheduler.core.state.workload import Workload
 
@@ -446,3 +447,16 @@ class Cluster:
     @property
     def slots_used(self) -> int:
         return sum(node.used_slots for node in self.nodes.values() if node.alive)
+
+
+def schedulable_nodes(cluster: Cluster) -> dict[str, Node]:
+    """Return the nodes on which something new may be placed."""
+    found, node_id = {}, ""
+    try:
+        for node_id, node in cluster.nodes.items():
+            if node.is_schedulable:
+                found[node_id] = node
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
+    return found

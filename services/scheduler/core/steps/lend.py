@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
 from services.scheduler.core.place.snapshot import NodeSlots
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class IdleLoans:
@@ -22,15 +23,21 @@ class IdleLoans:
         self._is_done = True
         cycle = self.cycle
         placer, entitlements = cycle.placer, cycle.entitlements
-        for run in entitlements.owners(cycle.blocked):
-            request, least = resource_request_of(cycle.cluster, run), run.spec.slots.min
-            if not entitlements.gets_back(run, request, cycle.snapshot, cycle.leaving):
-                continue
-            shut, _ = entitlements.shut(run, request, least)
-            idle = min(placer.most(cycle.snapshot, run, request, shut), least)
-            if idle and (slots := placer.find(cycle.snapshot, run, idle, request, closed=shut)) is not None:
-                cycle.snapshot.allocate(request.demand, slots)
-                self._held.append((request, slots))
+        run_id = ""
+        try:
+            for run in entitlements.owners(cycle.blocked):
+                run_id = run.run_id
+                request, least = resource_request_of(cycle.cluster, run), run.spec.slots.min
+                if not entitlements.gets_back(run, request, cycle.snapshot, cycle.leaving):
+                    continue
+                shut, _ = entitlements.shut(run, request, least)
+                idle = min(placer.most(cycle.snapshot, run, request, shut), least)
+                if idle and (slots := placer.find(cycle.snapshot, run, idle, request, closed=shut)) is not None:
+                    cycle.snapshot.allocate(request.demand, slots)
+                    self._held.append((request, slots))
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
 
     def release(self) -> None:
         """Make the slots available to the steps that follow, which respect quotas themselves."""

@@ -11,7 +11,8 @@ from services.scheduler.core.place.resource_request import ResourceRequest, reso
 from services.scheduler.core.quota.entitlements import refusal_text
 from services.scheduler.core.quota.quotas import Refusal
 from services.scheduler.core.reasons import Why, too_large
-from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.suspects import note_suspect
 
 
 def rule_out(cycle: CycleState, run: Run, request: ResourceRequest) -> tuple[Why | None, frozenset[str]]:
@@ -63,8 +64,17 @@ def is_hopeless(cycle: CycleState, closed: Collection[str], *, only_slots_count:
         return True
     if not only_slots_count:
         return False
-    new = ((resource_request_of(cluster, run), run.least) for run in cycle.queued.values())
+    new = (_size_of(cluster, run) for run in cycle.queued.values())
     return all(cycle.misfits.get(request, UNLIMITED) <= least for request, least in chain(cluster.index.sizes, new))
+
+
+def _size_of(cluster: Cluster, run: Run) -> tuple[ResourceRequest, int]:
+    """Return the request of the run and its least number of slots."""
+    try:
+        return resource_request_of(cluster, run), run.least
+    except Exception as error:
+        note_suspect(error, run_id=run.run_id)
+        raise
 
 
 def _retry_at(cycle: CycleState, run: Run) -> datetime:

@@ -8,6 +8,7 @@ from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.suspects import note_suspect
 
 
 def update_queue(cycle: CycleState) -> None:
@@ -32,9 +33,14 @@ def _by_policy(cycle: CycleState) -> Iterator[tuple[Key, Run]]:
     groups = cluster.index.queue.groups
     if cycle.queued:
         new: dict[str, list[tuple[Key, str]]] = {}
-        for run_id, run in cycle.queued.items():
-            entry = (queue.key_of(cluster, run, cycle.now, policy), run_id)
-            new.setdefault(queue.group_of(run, policy), []).append(entry)
+        run_id = ""
+        try:
+            for run_id, run in cycle.queued.items():
+                entry = (queue.key_of(cluster, run, cycle.now, policy), run_id)
+                new.setdefault(queue.group_of(run, policy), []).append(entry)
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
         groups = groups | {group: sorted([*groups.get(group, ()), *entries]) for group, entries in new.items()}
     for key, run_id in queue.iterate(groups, cycle.entitlements.share, policy):
         run = cluster.runs[run_id]

@@ -11,6 +11,7 @@ from services.scheduler.core.place.resource_request import ResourceRequest, avoi
 from services.scheduler.core.place.snapshot import NodeSlots
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.steps.lend import IdleLoans
 from services.scheduler.core.steps.nominate import is_hopeless, is_known_misfit, maintenance_reason, rule_out
 from services.scheduler.core.steps.order import queued_runs
@@ -52,14 +53,18 @@ class PlacementStep:
                 self.loans.hold_back()
             if passed and passed % MAX_EXAMINED_RUNS == 0 and self._is_hopeless():
                 break
-            if self._only_slots_count and not run.setbacks and is_known_misfit(cycle, run):
-                passed += 1
-                cycle.blocked.append(run)
-                cycle.result.waits[run.run_id] = FOR_SLOTS
-            elif not self._place(run):
-                passed += 1
-                if self.reservations is not None and passed >= cycle.policy.reserve.depth:
-                    break
+            try:
+                if self._only_slots_count and not run.setbacks and is_known_misfit(cycle, run):
+                    passed += 1
+                    cycle.blocked.append(run)
+                    cycle.result.waits[run.run_id] = FOR_SLOTS
+                elif not self._place(run):
+                    passed += 1
+                    if self.reservations is not None and passed >= cycle.policy.reserve.depth:
+                        break
+            except Exception as error:
+                note_suspect(error, run_id=run.run_id)
+                raise
 
     def _in_turn(self, runs: Iterator[Run]) -> Iterator[Run]:
         """Iterate over the runs that this cycle has time for; the next one goes on with the first that is left over.
@@ -143,15 +148,27 @@ class PlacementStep:
     def widen(self) -> None:
         """Give what is left to the runs that were placed, the first in order first, and decide the placements."""
         cycle = self.cycle
-        for run, request, slots in cycle.placements:
-            chosen, most = slots, run.spec.slots.max
-            if most > run.spec.slots.min and len(cycle.placements) < MAX_PLACEMENTS_PER_CYCLE:
-                with cycle.transaction() as trial:
-                    trial.release(run, slots)
-                    chosen = self._widest(run, request, most) or slots
-                    trial.allocate(run, chosen)
-                    trial.commit()
-            cycle.result.decisions.append(PlaceRun(run.run_id, run.next_generation, members_of(chosen), run.resume))
+        for placement in cycle.placements:
+            try:
+                chosen = self._widen(*placement)
+                run = placement.run
+                placed = PlaceRun(run.run_id, run.next_generation, members_of(chosen), run.resume)
+            except Exception as error:
+                note_suspect(error, run_id=placement.run.run_id)
+                raise
+            cycle.result.decisions.append(placed)
+
+    def _widen(self, run: Run, request: ResourceRequest, slots: list[NodeSlots]) -> list[NodeSlots]:
+        """Return the slots of the run, as many as it can use."""
+        cycle, most = self.cycle, run.spec.slots.max
+        if most <= run.spec.slots.min or len(cycle.placements) >= MAX_PLACEMENTS_PER_CYCLE:
+            return slots
+        with cycle.transaction() as trial:
+            trial.release(run, slots)
+            chosen = self._widest(run, request, most) or slots
+            trial.allocate(run, chosen)
+            trial.commit()
+        return chosen
 
     def _widest(self, run: Run, request: ResourceRequest, most: int) -> list[NodeSlots] | None:
         """Return as many slots as make it faster, up to ``most``; None if that is no more than it needs."""

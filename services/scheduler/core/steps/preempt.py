@@ -26,6 +26,7 @@ from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.steps.reserve import Reservations
 from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims
 
@@ -102,18 +103,24 @@ class FailedSearches:
             return False
         depth = preemption_depth(cycle.policy)
         closed: set[str] = set()
-        for run in cycle.blocked:
-            request = resource_request_of(cycle.cluster, run)
-            if closed and cycle.placer.waits_for(run, request) <= closed:
-                continue
-            if closed or run.spec.scheduling.time_slice:
-                return False
-            key = queue.current_key(cycle.cluster, run, cycle.now, cycle.policy)
-            standing = key[:depth], cycle.entitlements.alike(run)
-            if self.known.get((request, standing), run.spec.slots.min + 1) > run.spec.slots.min:
-                return False
-            if not cycle.policy.order.skip:
-                closed.update(cycle.placer.waits_for(run, request))
+        run_id = ""
+        try:
+            for run in cycle.blocked:
+                run_id = run.run_id
+                request = resource_request_of(cycle.cluster, run)
+                if closed and cycle.placer.waits_for(run, request) <= closed:
+                    continue
+                if closed or run.spec.scheduling.time_slice:
+                    return False
+                key = queue.current_key(cycle.cluster, run, cycle.now, cycle.policy)
+                standing = key[:depth], cycle.entitlements.alike(run)
+                if self.known.get((request, standing), run.spec.slots.min + 1) > run.spec.slots.min:
+                    return False
+                if not cycle.policy.order.skip:
+                    closed.update(cycle.placer.waits_for(run, request))
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
         return True
 
     def note(self, request: ResourceRequest, standing: Hashable, slots: int, *, is_lasting: bool) -> None:
@@ -157,33 +164,46 @@ class Preemption:
             return
         self.future = cycle.snapshot.copy()
         for each in stopping:
-            self.future.release_run(each.run)
-            cycle.entitlements.refund_run(each.run)
+            try:
+                self.future.release_run(each.run)
+                cycle.entitlements.refund_run(each.run)
+            except Exception as error:
+                note_suspect(error, run_id=each.run.run_id)
+                raise
         #: Where more does not decide, a request that did not fit need not be tried again until more is free.
         is_plain = cycle.policy.order.skip and self.reservations is None and cycle.entitlements.quotas is None
         closed: set[str] = set()
         turns = self._turns(stopping)
         self._go_on = next((run for _, run, _ in turns if run.run_id == cycle.left_over.preempt), None)
-        for key, run, is_blocked in turns:
-            request, least = resource_request_of(cycle.cluster, run), run.spec.slots.min
-            shut, refusal = cycle.entitlements.shut(run, request, least)
-            if refusal is not None:
-                continue
-            unusable = closed | shut if shut else closed
-            slots = None
-            if not is_plain or self._misfits.get(request, least + 1) > least:
-                slots = self._find(run, request, unusable)
-                if slots is None and is_plain:
-                    self._misfits[request] = least
-            if slots is None and is_blocked:
-                slots = self._preempt_for(key, run, request, unusable)
-            if slots is not None:
-                self.future.allocate(request.demand, slots)
-                cycle.entitlements.charge(run, slots)
-                if is_blocked:
-                    cycle.result.waits[run.run_id] = self._awaiting(cycle.result.waits[run.run_id], slots)
-            elif is_blocked and not cycle.policy.order.skip:
-                closed.update(cycle.placer.waits_for(run, request))
+        for turn in turns:
+            try:
+                self._make_room_for(turn, closed, is_plain=is_plain)
+            except Exception as error:
+                note_suspect(error, run_id=turn.run.run_id)
+                raise
+
+    def _make_room_for(self, turn: _Turn, closed: set[str], *, is_plain: bool) -> None:
+        """Find slots for the run in what will be free, or preempt for it; else it may close the nodes."""
+        cycle, (key, run, is_blocked) = self.cycle, turn
+        request, least = resource_request_of(cycle.cluster, run), run.spec.slots.min
+        shut, refusal = cycle.entitlements.shut(run, request, least)
+        if refusal is not None:
+            return
+        unusable = closed | shut if shut else closed
+        slots = None
+        if not is_plain or self._misfits.get(request, least + 1) > least:
+            slots = self._find(run, request, unusable)
+            if slots is None and is_plain:
+                self._misfits[request] = least
+        if slots is None and is_blocked:
+            slots = self._preempt_for(key, run, request, unusable)
+        if slots is not None:
+            self.future.allocate(request.demand, slots)
+            cycle.entitlements.charge(run, slots)
+            if is_blocked:
+                cycle.result.waits[run.run_id] = self._awaiting(cycle.result.waits[run.run_id], slots)
+        elif is_blocked and not cycle.policy.order.skip:
+            closed.update(cycle.placer.waits_for(run, request))
 
     def _turns(self, stopping: list[AllocatedRun]) -> list[_Turn]:
         """Return the runs that wait, and those that are stopped and will wait again, in order."""
@@ -191,16 +211,25 @@ class Preemption:
         keys = {run.run_id: queue.current_key(cycle.cluster, run, cycle.now, cycle.policy) for run in cycle.blocked}
         ranks = {run.run_id: cycle.entitlements.rank(run, keys[run.run_id]) for run in cycle.blocked}
         # A run with a promise goes first, as in the queue.
-        turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in cycle.blocked]
-        for each in stopping:
-            stop = each.run.preempting
-            if each.run.terminal or each.run.cancel_reason is not None or (stop is not None and stop.then != "queue"):
-                continue  # it does not come back
-            rank = cycle.entitlements.rank(each.run, each.key)
-            if stop is not None and stop.preemptor in ranks:
-                # Its preemptor goes before it, or it would not have been stopped.
-                rank = max(rank, ranks[stop.preemptor])
-            turns.append(((True, rank), 1, each.key, each.run))
+        turns, run_id = [], ""
+        try:
+            for run in cycle.blocked:
+                run_id = run.run_id
+                turns.append(((run.reserved is None, ranks[run_id]), 0, keys[run_id], run))
+            for each in stopping:
+                run_id = each.run.run_id
+                stop = each.run.preempting
+                is_over = each.run.terminal or each.run.cancel_reason is not None
+                if is_over or (stop is not None and stop.then != "queue"):
+                    continue  # it does not come back
+                rank = cycle.entitlements.rank(each.run, each.key)
+                if stop is not None and stop.preemptor in ranks:
+                    # Its preemptor goes before it, or it would not have been stopped.
+                    rank = max(rank, ranks[stop.preemptor])
+                turns.append(((True, rank), 1, each.key, each.run))
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
         turns.sort(key=lambda turn: turn[:3])
         return [_Turn(key, run, not returns) for _, returns, key, run in turns]
 
@@ -230,10 +259,16 @@ class Preemption:
                 self.memory.note(request, standing, least, is_lasting=not closed)
                 return None
             trial.commit()
+        priority = run.spec.priority
         for victim in victims:
             self._leaving.add(victim.run_id)
             victim_run = self.cycle.cluster.runs[victim.run_id]
-            self.cycle.result.decisions.append(self._stop(rules[victim.run_id], victim_run, run, victim.by))
+            try:
+                stop = self._stop(rules[victim.run_id], victim_run, run, priority, victim.by)
+            except Exception as error:
+                note_suspect(error, run_id=victim.run_id)
+                raise
+            self.cycle.result.decisions.append(stop)
         self._by_cost = [each for each in self._by_cost if each.run.run_id not in self._leaving]
         self._misfits.clear()
         return slots
@@ -263,7 +298,7 @@ class Preemption:
         reserved = self.reservations.kept_on_nodes(run) if self.reservations is not None else {}
 
         def select(found: dict[str, tuple[AllocatedRun, PreemptionRule]]) -> list[Victim]:
-            freed = sum(each.run.demand.milli * each.slots for each, _ in found.values())
+            freed = sum(each.milli for each, _ in found.values())
             if not found or self.future.milli + freed < request.demand.milli * run.spec.slots.min:
                 return []
             candidates = [self._candidate(each) for each, _ in found.values()]
@@ -285,15 +320,14 @@ class Preemption:
         return victims, {run_id: rule for run_id, (_, rule) in found.items()}
 
     def _candidate(self, each: AllocatedRun) -> Candidate:
-        return Candidate(
-            each.run.run_id,
-            each.run.demand,
-            tuple((part.node_id, part.slots) for part in each.run.live),
-            each.run.spec.priority,
-            each.spare,
-            self._ranks.get(each.run.run_id, 0),
-            self._restart_costs[each.run.run_id],
-        )
+        rank, restart_cost = self._ranks.get(each.run.run_id, 0), self._restart_costs[each.run.run_id]
+        try:
+            parts = tuple((part.node_id, part.slots) for part in each.run.live)
+            priority = each.run.spec.priority
+            return Candidate(each.run.run_id, each.run.demand, parts, priority, each.spare, rank, restart_cost)
+        except Exception as error:
+            note_suspect(error, run_id=each.run.run_id)
+            raise
 
     @cached_property
     def _restart_costs(self) -> dict[str, float]:
@@ -307,7 +341,11 @@ class Preemption:
 
         def cost(each: AllocatedRun) -> tuple[float | str, ...]:
             run_id = each.run.run_id
-            return each.run.spec.priority, self._ranks.get(run_id, 0), self._restart_costs[run_id], run_id
+            try:
+                return each.run.spec.priority, self._ranks.get(run_id, 0), self._restart_costs[run_id], run_id
+            except Exception as error:
+                note_suspect(error, run_id=run_id)
+                raise
 
         return sorted(self.rules.preemptible, key=cost)
 
@@ -323,15 +361,23 @@ class Preemption:
         return {each.run.run_id: ranks[each.key[at]] for each in self.rules.preemptible}
 
     def _is_stopping(self, run: Run) -> bool:
-        return run.preempting is not None or run.run_id in self._leaving
+        try:
+            return run.preempting is not None or run.run_id in self._leaving
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     def _is_preemptible(self, run: Run) -> bool:
-        return not self._is_stopping(run) and run.spec.scheduling.preemptible and not run.terminal
+        try:
+            return not self._is_stopping(run) and run.spec.scheduling.preemptible and not run.terminal
+        except Exception as error:
+            note_suspect(error, run_id=run.run_id)
+            raise
 
     # -- texts -------------------------------------------------------------------
 
-    def _stop(self, rule: PreemptionRule, run: Run, preemptor: Run, by: int | None) -> PreemptRun:
-        """Return the decision to stop a run for another; ``by`` how many slots it shrinks, None: by all."""
+    def _stop(self, rule: PreemptionRule, run: Run, preemptor: Run, priority: int, by: int | None) -> PreemptRun:
+        """Return the decision to stop a run for another; ``by``: how many slots it shrinks, None: by all."""
         does = "gives way to" if by is None else f"shrinks by {by} for"
         slice_s = self.cycle.policy.reclaim.time_slice_s or 0.0
         why = {
@@ -339,7 +385,7 @@ class Preemption:
             "share": "whose team is further below its share",
             "ahead": "of which it went ahead",
             "turn": f"whose turn it is after {slice_s:g} s",
-            "order": _order_text(run, preemptor, shrinks=by is not None),
+            "order": _order_text(run, priority, shrinks=by is not None),
         }[rule.rule]
         reason = f"{does} run {preemptor.run_id} {why}"
         queue_reason: QueueReason = "preempted" if by is None else "resized"
@@ -359,7 +405,7 @@ class Preemption:
         return replace(why, victims=tuple(sorted(names)))
 
 
-def _order_text(run: Run, preemptor: Run, *, shrinks: bool) -> str:
-    if preemptor.spec.priority > run.spec.priority:
-        return "of higher priority" if shrinks else f"of priority {preemptor.spec.priority}"
+def _order_text(run: Run, priority: int, *, shrinks: bool) -> str:
+    if priority > run.spec.priority:
+        return "of higher priority" if shrinks else f"of priority {priority}"
     return "which goes before it by the policy"

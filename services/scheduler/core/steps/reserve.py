@@ -24,6 +24,7 @@ from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.suspects import note_suspect
 
 
 class Reservation(NamedTuple):
@@ -86,11 +87,16 @@ class Reservations:
         self.made: list[Reservation] = []
         self._most = 1 if policy.reserve.backfill == "easy" else policy.reserve.reservations
         ends = []
-        for run_id in cluster.active:
-            run = cluster.runs[run_id]
-            if run.live:
-                at_s, firm = expected_end_s(cluster, run, now, policy)
-                ends.append((at_s, run, firm))
+        run_id = ""
+        try:
+            for run_id in cluster.active:
+                run = cluster.runs[run_id]
+                if run.live:
+                    at_s, firm = expected_end_s(cluster, run, now, policy)
+                    ends.append((at_s, run, firm))
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
         self._ends = sorted(ends, key=lambda each: (each[0], each[1].run_id))
         self._expected_s: dict[str, tuple[float, bool]] = {}
         self._bits: _Bits | None = None
@@ -213,9 +219,15 @@ class Reservations:
     def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotRequest, tuple[int, ...]]]]:
         """What is reserved on each node that the run may not have."""
         found: dict[str, list[tuple[SlotRequest, tuple[int, ...]]]] = {}
-        for number in self._binding(run):
-            for node_id, slots in self.made[number].taken:
-                found.setdefault(node_id, []).append((self.made[number].run.demand, slots))
+        run_id = ""
+        try:
+            for each in [self.made[number] for number in self._binding(run)]:
+                run_id = each.run.run_id
+                for node_id, slots in each.taken:
+                    found.setdefault(node_id, []).append((each.run.demand, slots))
+        except Exception as error:
+            note_suspect(error, run_id=run_id)
+            raise
         return found
 
     def _binding(self, run: Run) -> list[int]:
@@ -253,17 +265,22 @@ class Reservations:
 
 def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> ClusterSnapshot:
     """Return the snapshot without the slots of the reservations."""
-    left = snapshot.copy()
-    for each in reservations:
-        for node_id, slots in each.taken:
-            capacity = left.nodes.get(node_id)
-            if capacity is not None:
-                free = tuple(
-                    slot
-                    for slot in slots
-                    if slot >= len(capacity.free_milli) or capacity.free_milli[slot] >= each.run.demand.milli
-                )
-                left.allocate(each.run.demand, [(node_id, free)])
+    left, run_id = snapshot.copy(), ""
+    try:
+        for each in reservations:
+            run_id = each.run.run_id
+            for node_id, slots in each.taken:
+                capacity = left.nodes.get(node_id)
+                if capacity is not None:
+                    free = tuple(
+                        slot
+                        for slot in slots
+                        if slot >= len(capacity.free_milli) or capacity.free_milli[slot] >= each.run.demand.milli
+                    )
+                    left.allocate(each.run.demand, [(node_id, free)])
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
     return left
 
 

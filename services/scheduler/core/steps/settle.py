@@ -13,6 +13,7 @@ from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun
 from services.scheduler.core.place.maintenance import must_leave
 from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
 from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
+from services.scheduler.core.state.suspects import note_suspect
 
 Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
 
@@ -21,18 +22,23 @@ def settle_runs(cycle: CycleState) -> None:
     """Decide what follows from what has happened to each run alone."""
     index = cycle.cluster.index
     index.unsettled.update(dict.fromkeys(index.due(cycle.now_s)))
-    for run_id in list(index.unsettled):
-        run = cycle.cluster.runs[run_id]
-        settlement = _settle(cycle, run)
-        if settlement is None:
-            _check_later(cycle, run)
-            _explain_wait(cycle, run)
-            continue
-        cycle.result.decisions.append(settlement)
-        if isinstance(settlement, PreemptRun):
-            cycle.leaving.add(run_id)
-        elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
-            cycle.queued[run_id] = run
+    run_id = ""
+    try:
+        for run_id in list(index.unsettled):
+            run = cycle.cluster.runs[run_id]
+            settlement = _settle(cycle, run)
+            if settlement is None:
+                _check_later(cycle, run)
+                _explain_wait(cycle, run)
+                continue
+            cycle.result.decisions.append(settlement)
+            if isinstance(settlement, PreemptRun):
+                cycle.leaving.add(run_id)
+            elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
+                cycle.queued[run_id] = run
+    except Exception as error:
+        note_suspect(error, run_id=run_id)
+        raise
     if index.alarms:
         cycle.wake_at(index.alarms[0][0])
 
@@ -131,8 +137,7 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
     broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
     released = [part for part in run.parts.values() if part.ended == "released"]
     homes = [cluster.nodes[part.node_id] for part in run.live]
-    draining = [home.node_id for home in homes if home.draining]
-    noticed = [home for home in homes if home.notice is not None]
+    draining, noticed = _leaving_homes(homes)
     if run.terminal:
         return PreemptRun(run.run_id, run.generation, "the run is over", "preempted", 0.0, "cancel")
     if broken:
@@ -166,11 +171,35 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
     return None
 
 
+def _leaving_homes(homes: list[Node]) -> tuple[list[str], list[Node]]:
+    """Return the ids of the nodes that are drained, and the nodes that are about to be taken away."""
+    draining, noticed, node_id = [], [], ""
+    try:
+        for home in homes:
+            node_id = home.node_id
+            if home.draining:
+                draining.append(node_id)
+            if home.notice is not None:
+                noticed.append(home)
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
+    return draining, noticed
+
+
 def _shut_home(homes: list[Node], run: Run, now: datetime, policy: Policy) -> str:
     """Which node of the run has to be empty soon, for maintenance; '' if none has."""
     grace_s = run.spec.grace_s
-    shut = (home for home in homes if must_leave(home.node_id, home.labels, policy.maintenance, now, grace_s))
-    return next((f"maintenance of node {home.node_id} begins" for home in shut), "")
+    node_id = ""
+    try:
+        for home in homes:
+            node_id = home.node_id
+            if must_leave(node_id, home.labels, policy.maintenance, now, grace_s):
+                return f"maintenance of node {node_id} begins"
+    except Exception as error:
+        note_suspect(error, node_id=node_id)
+        raise
+    return ""
 
 
 def _unfit_home(cluster: Cluster, run: Run) -> str:

@@ -49,7 +49,7 @@ DUE_FACTS = 20_000
 DUE_S = 30.0
 #: How long reading or writing one may take, and making one.
 TRANSFER_S = 30.0
-MAKING_S = 1800.0
+CREATE_TIMEOUT_S = 1800.0
 CHECK_INTERVAL_S = 2.0
 
 
@@ -238,10 +238,10 @@ class SnapshotTaker:
             log.warning("no snapshot taken", error=repr(error))
             return False
         try:
-            async with asyncio.timeout(MAKING_S):
+            async with asyncio.timeout(CREATE_TIMEOUT_S):
                 return await child.wait() == 0
         except TimeoutError:
-            log.warning("no snapshot taken", error=f"it took longer than {MAKING_S:.0f} s")
+            log.warning("no snapshot taken", error=f"it took longer than {CREATE_TIMEOUT_S:.0f} s")
             return False
         finally:
             if child.returncode is None:
@@ -289,7 +289,7 @@ def main() -> None:
     settings = Settings()
     telemetry.set_up("scheduler-snapshot", settings)
     # The leader that wanted it may be dead, and the bus gone: it must not wait for them for ever.
-    asyncio.run(asyncio.wait_for(take_snapshot(settings), MAKING_S))
+    asyncio.run(asyncio.wait_for(take_snapshot(settings), CREATE_TIMEOUT_S))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ DECISIONS = (
 )
 DifferenceKind = Literal["content", "not decided", "order", "unknown policy", "from the future", "answer"]
 #: The decisions made instead that a difference names.
-NAMED = 5
+MAX_NAMED_FACTS = 5
 #: What stands for a value that one side does not have.
 ABSENT = "(absent)"
 
@@ -255,8 +255,10 @@ def _describe_decisions(cycle: _ReplayedCycle, fact: Fact) -> str:
         return f"instead: {', '.join(own)}"
     if not cycle.facts:
         return "nothing is"
-    more = f" and {len(cycle.facts) - NAMED} more" if len(cycle.facts) > NAMED else ""
-    return f"nothing about it is, but {', '.join(replayed.event_id for replayed in cycle.facts[:NAMED])}{more}"
+    more = f" and {len(cycle.facts) - MAX_NAMED_FACTS} more" if len(cycle.facts) > MAX_NAMED_FACTS else ""
+    return (
+        f"nothing about it is, but {', '.join(replayed.event_id for replayed in cycle.facts[:MAX_NAMED_FACTS])}{more}"
+    )
 
 
 def _difference(kind: DifferenceKind, entry: Entry, text: str, fields: Iterable[FieldDiff] = ()) -> Difference:

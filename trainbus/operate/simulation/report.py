@@ -33,7 +33,7 @@ from trainbus.operate.simulation.traces import SOURCE, Job, Trace, at
 #: Decimals of the figures in JSON.
 DIGITS = 6
 #: How many of the jobs that can never run are named.
-NAMED = 20
+MAX_NAMED_JOBS = 20
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ def _waiting(recorder: Recorder, records: Sequence[JobRecord]) -> dict[str, Any]
         "completed": len(done),
         "infeasible": len(infeasible),
         "infeasible_jobs": [
-            {"run_id": s.job.run_id, "slots": s.job.slots, "code": s.waiting} for s in infeasible[:NAMED]
+            {"run_id": s.job.run_id, "slots": s.job.slots, "code": s.waiting} for s in infeasible[:MAX_NAMED_JOBS]
         ],
         "unfinished": sum(bool(record.spans) and not record.ended for record in records) - len(done),
         "avg_wait_s": fmean(waits or [0.0]),

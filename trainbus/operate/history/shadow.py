@@ -1,7 +1,7 @@
 """Compares a candidate policy with the one in force: what would it have decided, from the same state?
 
 The candidate always continues from what really happened, never from the outcome of its own decisions. So each
-decision is compared fairly; ``whatif.py`` computes what many of them add up to.
+decision is compared fairly; ``what_if.py`` computes what many of them add up to.
 """
 
 from __future__ import annotations

@@ -70,10 +70,16 @@ def held(holds: dict[StepHold, int] | None) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a command ended, and all it printed."""
+    """How a command ended, and what it printed: on stdout for programs, on stderr what a person is told besides."""
 
     code: int
-    text: str
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.out + self.err
 
 
 @dataclass
@@ -183,16 +189,16 @@ class Stack:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,
             env={name: value for name, value in os.environ.items() if not name.startswith("TRAINBUS_")},
         )
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+            out, err = await asyncio.wait_for(process.communicate(), timeout_s)
         finally:
             if process.returncode is None:
                 process.kill()
         assert process.returncode is not None
-        return Done(process.returncode, output.decode())
+        return Done(process.returncode, out.decode(), err.decode())
 
     # -- output -------------------------------------------------------------
 

@@ -99,7 +99,7 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
     options = ("--request", str(request), "--init-from", base, "--init-exclude", "head.*", "--json")
     submitted = await stack.cli("submit", str(project), "headed_task:Headed", *options)
     assert submitted.code == 0, submitted.text
-    undisturbed = json.loads(submitted.text)["run_id"]
+    undisturbed = json.loads(submitted.out)["run_id"]
     accepted = await stack.wait_for(undisturbed, "accepted")
     assert (accepted.spec.init_from, accepted.spec.init_exclude) == (checkpoint.uri, ("head.*",))
     started = await stack.wait_for(undisturbed, "started", DONE_S)
@@ -138,7 +138,7 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
     assert same == {step: expected[step] for step in same}
 
     reproduced = await stack.cli("reproduce", disturbed, "--slots", "1", "--json")
-    said = json.loads(reproduced.text)
+    said = json.loads(reproduced.out)
     assert (reproduced.code, said["same"], said["final_digest"]) == (0, True, expected[max(expected)]), reproduced.text
     shown = await stack.cli("show", disturbed)
     assert f"weights from  {checkpoint.uri} (without head.*)" in shown.text

@@ -65,7 +65,7 @@ async def test_a_language_model_is_submitted_and_learns(stack: Stack) -> None:
         "--follow",
     )
     assert done.code == 0, done.text
-    run_id = done.text.split()[0]
+    run_id = done.out.split()[0]
     history = await stack.tracked(run_id, "train/loss", "test/bits_per_byte")
     losses = [history["train/loss"][step] for step in sorted(history["train/loss"])]
     assert len(losses) == 40
@@ -89,7 +89,7 @@ async def test_a_script_of_ones_own_on_two_slots(stack: Stack, tmp_path: Path, b
         *("--command", f"python gang.py {breaks}".strip(), "--slots", "2", "--follow"),
     )
     assert done.code == code, done.text
-    run_id = done.text.split()[0]
+    run_id = done.out.split()[0]
     placed = await stack.wait_for(run_id, "placed")
     assert [len(member.ranks) for member in placed.members] == [2]
     history = await stack.tracked(run_id, "train/loss", "throughput")

@@ -63,7 +63,7 @@ async def test_each_command_of_the_page_works(stack: Stack, tmp_path: Path) -> N
         return last if last > before else 0
 
     await until(dead_letter, "a dead letter")
-    policy = json.loads((await stack.cli("policy", "show", "--json")).text)
+    policy = json.loads((await stack.cli("policy", "show", "--json")).out)
     names = {
         "RUN": run_id,
         "NODE": "node-1",

@@ -54,7 +54,7 @@ async def test_a_plain_script_is_killed_and_drained_and_loses_nothing(stack: Sta
         "submit", str(tmp_path), "--command", "python train.py", "--name", "plain", "--metric-pattern", pattern
     )
     assert done.code == 0, done.text
-    run_id = done.text.split()[0]
+    run_id = done.out.split()[0]
     await stack.wait_for(run_id, "checkpoint_committed", DONE_S, lambda event: event.checkpoint.step >= 3)
 
     [pid] = stack.rank_pids(run_id)

@@ -44,7 +44,7 @@ async def test_a_run_is_reproduced_to_the_bit_and_what_cannot_be_is_found_out(st
     assert {commit.exactness for commit in commits} == {"exact"}
 
     again = await stack.cli("reproduce", exact, "--slots", "1", "--json")
-    said = json.loads(again.text)
+    said = json.loads(again.out)
     assert (again.code, said["same"], said["compared"]) == (0, True, len(digests)), again.text
     assert said["final_digest"] == digests[max(digests)]
 
@@ -53,7 +53,7 @@ async def test_a_run_is_reproduced_to_the_bit_and_what_cannot_be_is_found_out(st
     assert f"identical at {len([step for step in digests if step > 20])} checkpoints" in later.text
 
     other = await stack.cli("reproduce", hidden, "--json")
-    said = json.loads(other.text)
+    said = json.loads(other.out)
     assert (other.code, said["same"], said["step"], said["same_up_to"]) == (1, False, 10, None), other.text
     assert said["tensor"] == "model/1.bias"
     # It is told to end; one that is done sooner than the request arrives has ended too.

@@ -73,7 +73,7 @@ class Siege:
             done = await self.stack.cli(*command)
             if done.code != 0:
                 self.problems.append(f"trainbus {' '.join(command)} ends with {done.code}: {done.text[-500:]}")
-        doctor = json.loads((await self.stack.cli("doctor", "--json")).text)
+        doctor = json.loads((await self.stack.cli("doctor", "--json")).out)
         self.problems += [f"doctor: {each['what']}: {each['found']}" for each in doctor if each["grade"] == "missing"]
         await self._look_at_pages()
         await self._compare_folds()

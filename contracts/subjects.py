@@ -57,6 +57,17 @@ def matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(found) and all(w in (WILDCARD, f) for w, f in zip(wanted, found, strict=True))
 
 
+def overlap(one: str, other: str) -> bool:
+    """Whether some subject fits both patterns, whose tokens may be ``*``, and the last one ``>``."""
+    left, right = one.split("."), other.split(".")
+    for a, b in zip(left, right, strict=False):
+        if ">" in (a, b):
+            return True
+        if WILDCARD not in (a, b) and a != b:
+            return False
+    return len(left) == len(right)
+
+
 def unwrap(subject: str) -> str:
     """Return the subject that a dead letter or a shadow fact is about; any other subject as it is."""
     prefix, _, rest = subject.partition(".")

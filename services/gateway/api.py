@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,6 +31,7 @@ from contracts.events.train import (
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
 from services.gateway.commands import MAX_KEY, Commands, KeyReused, recorded_why, same_request
+from services.gateway.event_routes import event_routes, read_newest
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
@@ -94,6 +95,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(file_routes(projection, files, find))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
+    app.include_router(event_routes(service, commands, _json_body))
     app.include_router(studies.read_routes(service.bus))
     app.include_router(_catalog_routes(projection, settings))
     app.include_router(model_routes(commands, projection, _json_body))
@@ -359,7 +361,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         async def is_finished() -> bool:
             return done(await find_run(store, row["run_id"]))
 
-        events = EventStream(bus, stream, subject, after, is_finished, encode, route)
+        events = EventStream(bus, stream, (subject,), after, is_finished, encode, route)
         if await events.is_exhausted():
             return Response(status_code=204)  # an EventSource then does not come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
@@ -375,17 +377,18 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         return views.StoredRange.of([(item.sequence, encode(item)[1]) for item in found], limit, after)
 
     async def read_tail(subject: str, after: int, lines: int) -> views.Logs:
-        """Read the last batches that together hold so many lines; only they are in memory."""
-        kept: deque[views.LogBatch] = deque()
-        held = 0
-        async with aclosing(bus.follow(topology.LOGS.name, (subject,), after + 1, until_caught_up=True)) as batches:
-            async for batch in batches:
-                for item in batch:
-                    kept.append(views.LogBatch.model_validate(item.event.model_dump()))
-                    held, after = held + len(kept[-1].lines), item.sequence
-                    while held - len(kept[0].lines) >= lines:
-                        held -= len(kept.popleft().lines)
-        return views.Logs(batches=list(kept), last_event_id=after, has_more=False)
+        """Read the last batches that together hold so many lines, of those after a sequence."""
+
+        def count(found: Iterable[Message[RunLog]]) -> int:
+            return sum(len(item.event.lines) for item in found)
+
+        found = await read_newest(bus, topology.LOGS, (subject,), lambda found: count(found) >= lines)
+        kept = deque(item for item in found if item.sequence > after)
+        held = count(kept)
+        while kept and held - len(kept[0].event.lines) >= lines:
+            held -= len(kept.popleft().event.lines)
+        batches = [_encode_log(item)[1] for item in kept]
+        return views.Logs(batches=batches, last_event_id=kept[-1].sequence if kept else after, has_more=False)
 
     @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
     async def get_metrics(

@@ -18,6 +18,7 @@ from services.gateway.commands import BusUnavailable, KeyReused
 from services.gateway.queries import BadCursor, NotFound
 from services.gateway.run_lookup import AmbiguousReference
 from services.gateway.views import FieldProblem
+from services.kit.bus import TransientError
 
 MEDIA_TYPE = "application/problem+json"
 #: Seconds after which a request that found no bus or no store may be sent again.
@@ -29,6 +30,7 @@ KNOWN: dict[type[Exception], tuple[int, str]] = {
     KeyReused: (409, "idempotency-key-reused"),
     BadCursor: (422, "bad-cursor"),
     BusUnavailable: (503, "bus-unavailable"),
+    TransientError: (503, "bus-unavailable"),
 }
 
 

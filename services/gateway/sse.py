@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from nats.js.errors import NotFoundError
 from pydantic import BaseModel
 
 from services.gateway import metrics
@@ -27,28 +26,35 @@ Finished = Callable[[], Awaitable[bool]]
 
 
 class EventStream:
-    """One client's view of one subject, from after a sequence on, until the run is finished."""
+    """One client's view of some subjects, from after a sequence on, until ``finished``; None: for ever."""
 
     def __init__(
-        self, bus: Bus, stream: str, subject: str, after: int, finished: Finished, encode: Encode, route: str
+        self,
+        bus: Bus,
+        stream: str,
+        subjects: tuple[str, ...],
+        after: int,
+        finished: Finished | None,
+        encode: Encode,
+        route: str,
     ) -> None:
-        self._bus, self._stream, self._subject = bus, stream, subject
+        self._bus, self._stream, self._subjects = bus, stream, subjects
         self._sent, self._finished, self._encode, self._route = after, finished, encode, route
 
     async def is_exhausted(self) -> bool:
         """Whether the run is finished and the client has seen everything: it need not come back."""
-        return self._sent > 0 and await self._finished() and await self._sent_all()
+        return self._sent > 0 and await self._is_finished() and await self._sent_all()
 
     async def body(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
         """The events, comments while nothing happens, and ``end`` once nothing more can come."""
         clients = metrics.SSE_CLIENTS.labels(self._route)
         clients.inc()
         try:
-            yield b"retry: 1000\n: " + self._subject.encode() + b"\n\n"
+            yield b"retry: 1000\n: " + " ".join(self._subjects).encode() + b"\n\n"
             spoken = time.monotonic()
             # Looks that found nothing, and not time: a question that the server is slow to answer counts as one.
             quiet_looks = 0
-            follow = self._bus.follow(self._stream, (self._subject,), self._sent + 1, idle_s=IDLE_S)
+            follow = self._bus.follow(self._stream, self._subjects, self._sent + 1, idle_s=IDLE_S)
             async with aclosing(follow) as batches:
                 async for batch in batches:
                     if stopping.is_set():
@@ -58,7 +64,7 @@ class EventStream:
                         self._sent, spoken, quiet_looks = batch[-1].sequence, time.monotonic(), 0
                     if batch and batch[-1].pending:
                         continue
-                    if await self._finished():
+                    if await self._is_finished():
                         quiet_looks += 1
                         if await self._sent_all() or quiet_looks * IDLE_S > QUIET_END_S:
                             yield b"event: end\ndata: {}\n\n"
@@ -74,9 +80,9 @@ class EventStream:
         name, data = self._encode(item)
         return f"id: {item.sequence}\nevent: {name}\ndata: {data.model_dump_json()}\n\n".encode()
 
+    async def _is_finished(self) -> bool:
+        return self._finished is not None and await self._finished()
+
     async def _sent_all(self) -> bool:
-        try:
-            last = await self._bus.js.get_last_msg(self._stream, self._subject)
-        except NotFoundError:
-            return True
-        return (last.seq or 0) <= self._sent
+        last = [await self._bus.get_last_sequence(each, self._stream) for each in self._subjects]
+        return max(last) <= self._sent

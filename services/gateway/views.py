@@ -104,6 +104,19 @@ class AcceptedRequest(View):
     parent_run_id: str | None = None
 
 
+class AcceptedEvent(View):
+    """The request is on the bus; a fact shows its result."""
+
+    request_id: str
+    #: Subject of the fact that says why it was refused, should it be.
+    refusal: str
+    #: The run that the request leads to, if it leads to one.
+    run_id: str | None = None
+    #: The same request had been published before.
+    duplicate: bool = False
+    sequence: int
+
+
 class AcceptedStudyRequest(View):
     """The request is on the bus; the study's facts show its result."""
 
@@ -319,6 +332,28 @@ class StoredRange:
 
 class Facts(Range):
     events: list[Fact]
+
+
+class CloudEvent(View):
+    """An event of the bus in the structured form of CloudEvents 1.0."""
+
+    specversion: str = "1.0"
+    id: str
+    source: str
+    type: str
+    time: datetime
+    subject: str
+    correlationid: str
+    causationid: str
+    #: Its place in its stream.
+    sequence: int
+    natssubject: str
+    #: Without fields that have their defaults.
+    data: dict[str, Any]
+
+
+class CloudEvents(Range):
+    events: list[CloudEvent]
 
 
 class MetricBatch(View):

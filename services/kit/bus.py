@@ -306,7 +306,7 @@ class Bus:
     async def _last_message(self, subject: str, stream: str) -> RawStreamMsg | None:
         try:
             found = await self._retry_while_away(
-                lambda: self.js.get_last_msg(stream, subject, direct="*" not in subject)
+                lambda: self.js.get_last_msg(stream, subject, direct=not set("*>") & set(subject))
             )
         except NotFoundError:
             return None

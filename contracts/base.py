@@ -61,6 +61,11 @@ def study_id_for(source: str, event_id: str) -> str:
     return "s" + short_hash(source, event_id)
 
 
+def ingestion_id_for(source: str, event_id: str) -> str:
+    """Return the ingestion that a request means, as ``run_id_for`` does for a run."""
+    return "i" + short_hash(source, event_id)
+
+
 def request_id_for(source: str, request_type: str, event_id: str) -> str:
     """Return the id under which a request is answered that is refused."""
     return "q" + short_hash(source, request_type, event_id)

@@ -286,10 +286,12 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     @router.get("/training-runs", response_model=views.RunPage)
     async def get_runs(
         state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
-        user: Text = None,
-        team: Text = None,
-        model: Text = None,
-        name: Annotated[str | None, Query(max_length=200, description="part of the name")] = None,
+        user: Annotated[str | None, Query(max_length=200, description="`*` is anything")] = None,
+        team: Annotated[
+            str | None, Query(max_length=200, description="this team and its parts; `*` is anything")
+        ] = None,
+        model: Annotated[str | None, Query(max_length=200, description="`*` is anything")] = None,
+        name: Annotated[str | None, Query(max_length=200, description="part of it; or with `*`, all of it")] = None,
         q: Annotated[
             str | None,
             Query(max_length=200, description="part of the name, user, team or model, or the beginning of the id"),
@@ -311,6 +313,8 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         states = [s for given in state or [] for s in given.split(",") if s]
         if unknown := set(states) - set(STATES):
             raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
+        if cursor is None:
+            await projection.catch_up()  # who has just asked for a run finds it here
         wanted = queries.RunFilter(tuple(states), user, team, model, name, q, _since_s(since), kind, evaluates)
         page = await queries.list_runs(store, wanted, limit=limit, cursor=cursor)
         return page.model_copy(update={"counts": await queries.count_runs(store, wanted)}) if counts else page
@@ -471,6 +475,7 @@ def _catalog_routes(projection: Projection, settings: GatewaySettings) -> APIRou
     @router.get("/nodes", response_model=views.Nodes)
     async def get_nodes() -> views.Nodes:
         """Every node, its state and what runs there."""
+        await projection.catch_up()
         return views.Nodes(nodes=await queries.nodes(store))
 
     @router.get("/datasets", response_model=views.Datasets)

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Header, HTTPException, Path, Query, Request
 from fastapi.responses import StreamingResponse
 
 from contracts import subjects, topology
-from contracts.base import request_id_for, run_id_for
+from contracts.base import ingestion_id_for, request_id_for, run_id_for, study_id_for
 from contracts.events import REQUESTS
-from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.events.train import IngestRequested, RestoreRequested, TrainRequested, TuneRequested
 from services.gateway import views
 from services.gateway.commands import MAX_KEY, BusUnavailable, Commands
 from services.gateway.sse import HEADERS, EventStream
@@ -32,8 +32,12 @@ STREAMS: dict[str, topology.Stream] = {
 }
 #: Subject of a request -> its type.
 BY_SUBJECT = {kind.subject_filter(): kind for kind in REQUESTS}
-#: Requests that lead to a run.
-RUN_REQUESTS = (TrainRequested, RestoreRequested)
+#: What requests lead to: the field of its id, how the id is made, and the requests.
+RESULTS: tuple[tuple[str, Callable[[str, str], str], tuple[type[Any], ...]], ...] = (
+    ("run_id", run_id_for, (TrainRequested, RestoreRequested)),
+    ("study_id", study_id_for, (TuneRequested,)),
+    ("ingestion_id", ingestion_id_for, (IngestRequested,)),
+)
 #: A NATS subject, with wildcards.
 SUBJECT_PATTERN = r"^(?:[A-Za-z0-9_*-]{1,128}\.)*(?:[A-Za-z0-9_*-]{1,128}|>)$"
 MAX_SUBJECTS = 64
@@ -107,7 +111,7 @@ def event_routes(service: Service, commands: Commands, read_body: Callable[[Requ
         return views.AcceptedEvent(
             request_id=envelope.id,
             refusal=subjects.refused(request_id_for(envelope.source, envelope.type, envelope.id)),
-            run_id=run_id_for(envelope.source, envelope.id) if known in RUN_REQUESTS else None,
+            **{name: make(envelope.source, envelope.id) for name, make, kinds in RESULTS if known in kinds},
             duplicate=ack.duplicate,
             sequence=ack.sequence,
         )

@@ -39,6 +39,8 @@ Row = Mapping[Any, Any]
 #: What runs are counted by, and how many values of each are named: the most frequent ones.
 COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
 MAX_COUNTED_VALUES = 100
+#: Stands for any text in a filter.
+ANYTHING = "*"
 SEARCHED_COLUMNS = ("name", "user", "team", "model")
 
 
@@ -46,6 +48,17 @@ SEARCHED_COLUMNS = ("name", "user", "team", "model")
 RUNS_AND_PROGRESS = sa.select(RUNS, *(column for column in PROGRESS.c if column.name not in RUNS.c)).select_from(
     RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id)
 )
+
+
+def _is_like(column: sa.ColumnElement[str], pattern: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a column is a text, in which ``*`` stands for anything."""
+    beginning, sign, rest = pattern.partition(ANYTHING)
+    if not sign:
+        return column == pattern
+    if not rest:
+        return begins_with(column, beginning)
+    escaped = "".join("%" if each == ANYTHING else f"\\{each}" if each in "\\%_" else each for each in pattern)
+    return column.like(escaped, escape="\\")
 
 
 class NotFound(Exception):
@@ -76,15 +89,18 @@ class RunFilter:
 
     def conditions(self, without: str = "") -> list[sa.ColumnElement[bool]]:
         """Return the conditions in SQL, but for those on the column ``without``."""
-        names = ("user", "team", "model", "kind", "evaluates")
-        exact = {name: getattr(self, name) for name in names}
-        found = [RUNS.c[column] == value for column, value in exact.items() if value and column != without]
+        exact = {name: getattr(self, name) for name in ("user", "model", "kind", "evaluates")}
+        found = [_is_like(RUNS.c[column], value) for column, value in exact.items() if value and column != without]
+        if self.team and without != "team":
+            found.append(sa.or_(_is_like(RUNS.c.team, self.team), _is_like(RUNS.c.team, f"{self.team}/*")))
         if self.states and without != "state":
             found.append(RUNS.c.state.in_(self.states))
         if self.since_s is not None:
             found.append(RUNS.c.requested_at >= self.since_s)
         if self.name:
-            found.append(RUNS.c.name.icontains(self.name, autoescape=True))
+            is_pattern = ANYTHING in self.name
+            part = RUNS.c.name.icontains(self.name, autoescape=True)
+            found.append(_is_like(RUNS.c.name, self.name) if is_pattern else part)
         if self.text:
             parts = [
                 RUNS.c[column].icontains(self.text, autoescape=True) for column in ("name", "user", "team", "model")
@@ -208,10 +224,15 @@ async def nodes(store: Store) -> list[views.Node]:
     #: Node -> run -> slots that the run holds there.
     used: defaultdict[str, dict[str, int]] = defaultdict(dict)
     names: dict[str, str] = {}
+    busy: defaultdict[str, list[views.BusySlot]] = defaultdict(list)
     for run in await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))):
         for member in run["members"]:
             if not member["released"]:
                 used[member["node_id"]][run["run_id"]] = len(member["slots"])
+                busy[member["node_id"]] += [
+                    views.BusySlot(slot=slot, run_id=run["run_id"], rank=rank)
+                    for slot, rank in zip(member["slots"], member["ranks"], strict=False)
+                ]
                 names[run["run_id"]] = run["name"]
     rows = await store.fetch(sa.select(NODES).order_by(NODES.c.node_id))
     held = ((row, used[row["node_id"]]) for row in rows)
@@ -220,6 +241,7 @@ async def nodes(store: Store) -> list[views.Node]:
             {
                 **row,
                 "drain": drain_in_force(Node(**row)),
+                "busy": sorted(busy[row["node_id"]], key=lambda each: each.slot),
                 "used": sum(runs.values()),
                 "runs": sorted(runs),
                 "run_names": {run_id: names[run_id] for run_id in sorted(runs)},

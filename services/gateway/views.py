@@ -112,6 +112,9 @@ class AcceptedEvent(View):
     refusal: str
     #: The run that the request leads to, if it leads to one.
     run_id: str | None = None
+    #: The study or the ingestion that it leads to.
+    study_id: str | None = None
+    ingestion_id: str | None = None
     #: The same request had been published before.
     duplicate: bool = False
     sequence: int
@@ -236,6 +239,14 @@ class RunSummary(View):
     reported_at: Time | None
     #: Newest value of each metric; a completed run's own results last.
     metrics: dict[str, float]
+    #: What the last evaluation found: metrics, the champion's and the gates; None before there is one.
+    evaluation: dict[str, Any] | None
+    #: The metric by which it is evaluated.
+    evaluation_metric: str | None
+    params: dict[str, Any]
+    #: Nodes that it holds slots of, and the slots of each of its placements so far.
+    nodes: list[str]
+    sizes: list[int]
     #: Of the evaluation if there is one, else of the training; None before there is any.
     main_metric: MainMetric | None = None
     last_checkpoint: LastCheckpoint | None
@@ -283,7 +294,6 @@ class RunDetail(RunSummary):
     #: What each node's ranks reported when they started: from where, in which environment.
     starts: list[dict[str, Any]]
     problems: list[FieldProblem]
-    evaluation: dict[str, Any] | None
     #: None if no checkpoint has a metric that the request names.
     best_checkpoint: BestCheckpoint | None = None
     log_tail: list[str]
@@ -427,6 +437,14 @@ class Why(View):
     answer: dict[str, Any] = Field(default_factory=dict)
 
 
+class BusySlot(View):
+    """A slot of a node, and the rank that has it."""
+
+    slot: int
+    run_id: str
+    rank: int
+
+
 class Node(View):
     node_id: str
     state: str
@@ -450,6 +468,7 @@ class Node(View):
     runs: list[str]
     #: Run -> its name.
     run_names: dict[str, str] = {}
+    busy: list[BusySlot] = []
 
 
 class About(View):
@@ -560,6 +579,10 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
             "wanted": row["slots_wanted"],
         },
         "metrics": metrics,
+        "evaluation_metric": wanted and wanted["metric"],
+        "params": (row["spec"] or {}).get("params") or {},
+        "nodes": [member["node_id"] for member in row["members"] if not member["released"]],
+        "sizes": [placement["world_size"] for placement in row["placements"]],
         "main_metric": choose_main_metric(metrics, evaluation.get("metrics") or {}, wanted and wanted["metric"]),
         "step": row["step"] or 0,
         "epoch": row["epoch"] or 0,

@@ -10,7 +10,7 @@ import structlog
 from botocore.exceptions import ClientError
 
 from contracts import subjects, topology
-from contracts.base import Fact, short_hash
+from contracts.base import Fact, ingestion_id_for
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed
 from contracts.events.run import RunAccepted, RunPrepareFailed
 from contracts.events.train import IngestRequested
@@ -142,7 +142,7 @@ def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
     """Return the ingestion's id, the run that waits for it, and the source."""
     event = received.event
     if isinstance(event, IngestRequested):
-        return "i" + short_hash(received.envelope.source, received.envelope.id), None, event.data
+        return ingestion_id_for(received.envelope.source, received.envelope.id), None, event.data
     assert isinstance(event, RunAccepted)
     assert isinstance(event.spec.data, DataSource)
     return event.run_id, event.run_id, event.spec.data

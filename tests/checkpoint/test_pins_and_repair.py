@@ -28,7 +28,7 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, support, tuned
 from tests.checkpoint.trials import Trial
-from trainbus.client.address import StackAddress
+from tests.client_address import serve_clients
 from trainbus.client.checkpoints import find_checkpoint
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
@@ -86,17 +86,6 @@ class Rig:
     async def overwrite(self, uri: str, body: bytes) -> None:
         bucket, key = split_uri(uri)
         await self.objects._client.put_object(Bucket=bucket, Key=key, Body=body)
-
-    def address(self) -> StackAddress:
-        secret = self.settings.s3_secret_key
-        assert secret is not None
-        return StackAddress(
-            nats_url=self.settings.nats_url,
-            s3_endpoint=self.settings.s3_endpoint,
-            s3_access_key=self.settings.s3_access_key,
-            s3_secret_key=secret.get_secret_value(),
-            data_dir=Path(),
-        )
 
 
 @pytest_asyncio.fixture
@@ -184,7 +173,7 @@ async def test_what_a_run_begins_with_is_there_though_it_was_accepted_while_rete
 
 @pytest_asyncio.fixture
 async def client(rig: Rig) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(address=rig.address()) as connected:
+    async with serve_clients(rig.settings) as address, AsyncClient(address=address) as connected:
         yield connected
 
 
@@ -194,7 +183,7 @@ async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> 
     await rig.publish(ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri=first))
     await rig.publish(ModelPromoted(model="digits", version=2, run_id=RUN, checkpoint_uri=second))
     await rig.publish(ModelPromoted(model="other", version=1, run_id=RUN, checkpoint_uri=first))
-    async with connect(rig.address()) as connection:
+    async with serve_clients(rig.settings) as address, connect(address) as connection:
         for target, uri in (
             (RUN, second),
             (f"{RUN}@10", first),

@@ -32,6 +32,7 @@ from contracts.spec.training import Retention
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
+from tests.client_address import serve_clients
 from tests.lives import supported
 from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
@@ -48,9 +49,10 @@ class Local(Task):
     """A task in this file."""
 
 
-@pytest.fixture
-def address(settings: Settings) -> StackAddress:
-    return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+@pytest_asyncio.fixture
+async def address(settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
+    async with serve_clients(settings) as served:
+        yield served
 
 
 @pytest_asyncio.fixture
@@ -169,7 +171,7 @@ def test_a_task_class_is_located_in_its_folder() -> None:
 async def test_the_sync_client_works_where_a_loop_runs(address: StackAddress, bus: Bus) -> None:
     await accept(bus)
 
-    def use() -> None:
+    async def use() -> None:
         with Client(address=address) as client:
             assert [fact.event.fact for fact in client.events(RUN)] == ["accepted"]
             for fact in client.events(RUN, follow=True):
@@ -180,19 +182,20 @@ async def test_the_sync_client_works_where_a_loop_runs(address: StackAddress, bu
                 client.run("nothing")
         client.close()
 
-    use()
+    # The gateway is served by the loop of this thread.
+    await asyncio.to_thread(asyncio.run, use())
 
 
 def test_a_client_without_a_stack_names_the_command_to_start(tmp_path: Path) -> None:
     with pytest.raises(StackUnreachableError, match="start one with `trainbus up --data-dir"):
         Client(tmp_path)
-    nowhere = StackAddress(f"nats://127.0.0.1:{free_ports(1)[0]}", None, None, None)
+    nowhere = StackAddress("", None, None, None, gateway_url=f"http://127.0.0.1:{free_ports(1)[0]}")
     with pytest.raises(TrainbusError, match="does not answer"):
         Client(address=nowhere)
 
 
 def test_importing_trainbus_loads_neither_bus_nor_torch() -> None:
-    code = "import sys, trainbus; print([name for name in ('nats', 'torch', 'pydantic') if name in sys.modules])"
+    code = "import sys, trainbus; print([name for name in ('httpx', 'torch', 'pydantic') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -14,9 +14,9 @@ from contracts.events.model import ModelApproved, ModelConfigured, ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromotionPending
 from contracts.spec.gates import ModelGates, SliceGate
 from services.kit.store.objects import ObjectStore
-from trainbus.client.connection import StoredEvent
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.models import change_gates, fold_models
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.trace import _trace_code, _trace_sources
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,8 +11,9 @@ import pytest
 
 from contracts.envelope import Envelope
 from contracts.events.run import ProgressPoint, RunProgress
-from trainbus.client.connection import Connection, StoredEvent
+from trainbus.client.connection import Connection
 from trainbus.client.runs import NEWEST_PROGRESS, add_progress
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

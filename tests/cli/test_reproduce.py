@@ -30,7 +30,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from tests.checkpoint.facts import placed, support
-from trainbus.client.address import StackAddress
+from tests.client_address import serve_clients
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
 from trainbus.client.reproduction import (
@@ -286,16 +286,13 @@ async def test_the_states_of_two_trainings_are_compared(
     if case == "fails":
         platform.states = {5: tensors(5)}
         platform.end = lambda run_id: RunFailed(run_id=run_id, reason="the code is gone")
-    address = StackAddress(
-        nats_url=s3_settings.nats_url,
-        s3_endpoint=s3_settings.s3_endpoint,
-        s3_access_key=s3_settings.s3_access_key,
-        s3_secret_key=s3_settings.s3_secret_key.get_secret_value() if s3_settings.s3_secret_key else None,
-        data_dir=s3_settings.data_dir,
-    )
     training = asyncio.create_task(platform.train())
     try:
-        async with asyncio.timeout(60), AsyncClient(address=address) as client:
+        async with (
+            asyncio.timeout(60),
+            serve_clients(s3_settings) as address,
+            AsyncClient(address=address) as client,
+        ):
             if case == "fails":
                 with pytest.raises(TrainbusError, match=r"the code is gone.*1 of 3 states were compared") as failed:
                     await reproduce_run(client, "r1", start_step=None, slots=None, as_json=False)

@@ -15,8 +15,9 @@ from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.app import SchedulerSettings, policy_of
 from services.scheduler.core.state.cluster import Cluster
+from tests.client_address import serve_clients
 from tests.scheduler.test_policy_adoption import ADOPTED, started
-from trainbus.client.address import StackAddress, find_named_data_dir, find_running_data_dir
+from trainbus.client.address import find_named_data_dir, find_running_data_dir
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import UsageError
 from trainbus.commands.stack import adopt_given_policy
@@ -133,8 +134,11 @@ def test_a_start_without_a_policy_asks_for_none(tmp_path: Path) -> None:
 async def test_a_start_with_a_policy_adopts_it_in_place_of_the_one_in_force(
     settings: Settings, bus: Bus, tmp_path: Path
 ) -> None:
-    address = StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
-    async with started(settings, policy="fifo"), AsyncClient(address=address) as client:
+    async with (
+        started(settings, policy="fifo"),
+        serve_clients(settings) as address,
+        AsyncClient(address=address) as client,
+    ):
         assert "policy: fifo" in await adopt_given_policy(client, StackOptions(tmp_path))
         assert "policy: fifo" in await adopt_given_policy(client, StackOptions(tmp_path, policy="fifo"))
         assert "policy: fgd" in await adopt_given_policy(client, StackOptions(tmp_path, policy="fgd"))

@@ -21,9 +21,9 @@ from services.kit.handlers import Handlers
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from tests.kit.support import CONSUMER, OFTEN, TOPOLOGY, until
-from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
 from trainbus.operate import dead_letters
+from trainbus.operate.connection import Connection
 
 FACT = RunCancelled(run_id="r1", reason="x")
 

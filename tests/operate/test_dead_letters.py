@@ -13,9 +13,9 @@ from contracts import topology
 from contracts.envelope import RawMessage
 from services.kit.bus import Bus
 from services.kit.dead_letters import DeadLetterLimit, build_dead_letter
-from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import dead_letters
+from trainbus.operate.connection import Connection
 
 RAW = RawMessage(
     "run.r1.accepted", b'{"run_id":"r1"}', {"ce-id": "a", "Nats-Msg-Id": "m", "Nats-Batch-Id": "b"}, "FACTS", 7

@@ -35,10 +35,10 @@ from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
-from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import policy, runs, scheduler
 from trainbus.commands.scheduler_replay import replay_decisions, replay_log
+from trainbus.operate.connection import connect
 from trainbus.operate.history.fact_log import BusLog, FileLog
 from trainbus.operate.history.log import Entry, line_of
 

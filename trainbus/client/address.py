@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StackAddress:
-    """Everything that a client needs to reach one stack. ``data_dir`` is set for an embedded one."""
+    """Where one stack is: its gateway, which is all that most of a client needs. ``data_dir``: of an embedded one.
+
+    ``nats_url`` is for an operator's tools; '' where it is not known.
+    """
 
     nats_url: str
     s3_endpoint: str | None
@@ -108,11 +111,11 @@ def _describe_stacks(stacks: Sequence[RegisteredStack]) -> str:
 
 def is_in_environment(given: Path | None) -> bool:
     """Whether the environment names the stack, most often a cluster's."""
-    return given is None and "TRAINBUS_NATS_URL" in os.environ
+    return given is None and not {"TRAINBUS_GATEWAY_URL", "TRAINBUS_NATS_URL"}.isdisjoint(os.environ)
 
 
 def find_address(given: Path | None = None) -> StackAddress:
-    """Return the stack of the given data folder, else of TRAINBUS_NATS_URL, else the embedded one that runs here.
+    """Return the stack of the given data folder, else of TRAINBUS_GATEWAY_URL, else the embedded one that runs here.
 
     Raises:
         StackUnreachableError: no stack runs there.
@@ -144,7 +147,7 @@ def _describe_absence(data_dir: Path, given: Path | None) -> str:
     option = f" --data-dir {given}" if given else ""
     others = list_stacks()
     more = f"; others run, name one with --stack:\n{_describe_stacks(others)}" if others else ""
-    return f"no stack runs on {data_dir}: start one with `trainbus up{option}`, or set TRAINBUS_NATS_URL{more}"
+    return f"no stack runs on {data_dir}: start one with `trainbus up{option}`, or set TRAINBUS_GATEWAY_URL{more}"
 
 
 def _from_environment() -> StackAddress:
@@ -152,7 +155,7 @@ def _from_environment() -> StackAddress:
         return os.environ.get(f"TRAINBUS_{name}") or None
 
     return StackAddress(
-        nats_url=os.environ["TRAINBUS_NATS_URL"],
+        nats_url=variable("NATS_URL") or "",
         s3_endpoint=variable("S3_ENDPOINT"),
         s3_access_key=variable("S3_ACCESS_KEY"),
         s3_secret_key=variable("S3_SECRET_KEY"),

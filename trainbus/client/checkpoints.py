@@ -29,7 +29,8 @@ from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.object_store import open_object_store
-from trainbus.client.runs import find_run, wait_for_event
+from trainbus.client.run_list import find_run
+from trainbus.client.runs import wait_for_event
 
 FACTS = (
     checkpoint.CheckpointCommitted,
@@ -400,7 +401,7 @@ async def pin_checkpoint(
     run_id, step = stored.commit.run_id, stored.step
     start = await connection.last_sequence(topology.FACTS) + 1
     request = PinRequested(run_id=run_id, step=step, pinned=pinned, reason=reason)
-    request_id = await connection.publish_request(request)
+    request_id = (await connection.publish_request(request)).event_id
     subject = subjects.fact("run", run_id, checkpoint.CheckpointPinned.fact)
     fact = await wait_for_event(
         connection, start, subject, lambda each: each.request_id == request_id, ANSWER_TIMEOUT_S

@@ -27,10 +27,10 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
 from contracts.scheduling import Policy
 from contracts.texts import describe
-from trainbus.client import checkpoints, explanation, policy, runs
+from trainbus.client import checkpoints, explanation, policy, run_list, runs
 from trainbus.client.address import StackAddress, find_address
 from trainbus.client.checkpoints import StoredCheckpoint
-from trainbus.client.connection import Connection, StoredEvent, connect, derive_run_id
+from trainbus.client.connection import Connection, connect
 from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
@@ -38,6 +38,7 @@ from trainbus.client.package import pack_project
 from trainbus.client.policy import AdoptedPolicy
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import MetricPoint
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
 from trainbus.client.submission_check import check_submission
 from trainbus.client.submit_options import SubmitOptions
@@ -65,11 +66,11 @@ _log = logging.getLogger("trainbus.client")
 class AsyncClient:
     """A connection to one stack: ``async with AsyncClient() as client``.
 
-    ``data_dir`` names an embedded stack. Without it the client uses the stack that TRAINBUS_NATS_URL and the other
+    ``data_dir`` names an embedded stack. Without it the client uses the stack that TRAINBUS_GATEWAY_URL and the other
     TRAINBUS_* variables name, else the embedded stack of this folder or one above it, as the command line does.
 
     Methods that take a run accept its id, the unique start of one, its name, or what ``submit`` returned, and raise
-    NotFoundError if there is no such run. Every method raises StackUnreachableError if NATS or the object store
+    NotFoundError if there is no such run. Every method raises StackUnreachableError if the gateway or the object store
     does not answer.
     """
 
@@ -90,7 +91,7 @@ class AsyncClient:
 
     @property
     def connection(self) -> Connection:
-        """The open connection to NATS."""
+        """The open connection to the gateway."""
         if self._connection is None:
             raise TrainbusError("the client is not connected: use it in `async with AsyncClient() as client`")
         return self._connection
@@ -126,18 +127,19 @@ class AsyncClient:
         if package is not None and request.code is not None:
             uri = await upload_package(self.address, package, request.code.uri)
             request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
-        event_id = await self.connection.publish_request(request, options.get("event_id"))
-        return SubmittedRun(derive_run_id(event_id), request.name, event_id, request, package, unchecked)
+        sent = await self.connection.publish_request(request, options.get("event_id"))
+        assert sent.run_id is not None
+        return SubmittedRun(sent.run_id, request.name, sent.event_id, request, package, unchecked)
 
     # -- runs --------------------------------------------------------------------
 
     async def find_run(self, run: RunRef) -> str:
         """Return the id of a run."""
-        return run.run_id if isinstance(run, SubmittedRun | RunView) else await runs.find_run(self.connection, run)
+        return run.run_id if isinstance(run, SubmittedRun | RunView) else await run_list.find_run(self.connection, run)
 
     async def runs(self, *, include_ended: bool = True, matching: RunFilter | None = None) -> list[RunView]:
         """Return the runs in the order of their requests. Without ``include_ended``: only the newest 20 that ended."""
-        return await runs.list_runs(self.connection, include_ended=include_ended, matching=matching)
+        return await run_list.list_runs(self.connection, include_ended=include_ended, matching=matching)
 
     async def run(self, run: RunRef) -> RunView:
         """Return one run as it stands, with its timeline."""
@@ -193,8 +195,8 @@ class AsyncClient:
         run_id, step = await self._find_restorable(run, step, epoch)
         start = await self.connection.last_sequence(topology.FACTS) + 1
         request = RestoreRequested(run_id=run_id, step=step, epoch=epoch if step is None else None)
-        event_id = await self.connection.publish_request(request)
-        restored = derive_run_id(event_id)
+        restored = (await self.connection.publish_request(request)).run_id
+        assert restored is not None
         return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
 
     async def _find_restorable(self, run: RunRef, step: int | None, epoch: int | None) -> tuple[str, int | None]:
@@ -248,7 +250,8 @@ class AsyncClient:
             name=name,
         )
         first = await self.connection.last_sequence(topology.FACTS) + 1
-        resumed = derive_run_id(await self.connection.publish_request(request))
+        resumed = (await self.connection.publish_request(request)).run_id
+        assert resumed is not None
         answer = await self._wait_for_answer(first, subjects.run(resumed), "accepted", "rejected")
         note = describe_changes(view.spec, request, stored)
         epoch = stored.commit.checkpoint.epoch
@@ -396,8 +399,7 @@ class AsyncClient:
 
     async def nodes(self) -> list[NodeView]:
         """Return the nodes and what runs on them, in the order of their names."""
-        state = runs.fold_events(await self.connection.read(*runs.NODE_FACTS))
-        return sorted(state.nodes.values(), key=lambda each: each.node_id)
+        return await run_list.list_nodes(self.connection)
 
     async def models(self) -> list[ModelView]:
         """Return the champion of each registered model."""
@@ -450,7 +452,7 @@ class AsyncClient:
         return await policy.apply_policy(self.connection, candidate, reason, user=user, replaces=replaces)
 
     async def _change_drain(self, request: DrainRequested | UndrainRequested, answer: str) -> str | None:
-        node_id, known = request.node_id, runs.fold_events(await self.connection.read(subjects.node())).nodes
+        node_id, known = request.node_id, [each.node_id for each in await self.nodes()]
         if node_id not in known:
             raise NotFoundError(f"there is no node {node_id!r}; there are {', '.join(sorted(known)) or 'none'}")
         start = await self.connection.last_sequence(topology.FACTS) + 1

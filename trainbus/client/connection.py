@@ -1,159 +1,206 @@
-"""A thin connection to a stack's NATS: it reads the streams and publishes requests.
-
-It uses plain nats-py and the kit's ``follow``, not the kit's Bus: importing FastStream alone would cost every
-command half a second.
-"""
+"""A connection to a stack: HTTP and server-sent events of its gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
-from urllib.parse import urlsplit
 
-from contracts import subjects, topology
-from contracts.base import Request, run_id_for
-from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
-from contracts.texts import describe
+import httpx
+
+from contracts import topology
+from contracts.base import Request
+from contracts.envelope import Envelope, EnvelopeError, parse
 from trainbus.client.address import StackAddress
-from trainbus.client.errors import StackUnreachableError
-from trainbus.client.nats_import import aiohttp_hidden
+from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.stored_event import StoredEvent
 
-with aiohttp_hidden():
-    import nats.errors
-    from nats.aio.client import Client as NatsClient
-    from nats.aio.msg import Msg
-    from nats.js.errors import NotFoundError
-
-    from services.kit.follow import follow
-
-#: The CloudEvents source of the requests that are published here.
-SOURCE = "trainbus/client"
-#: Seconds after which a server that listens and does not answer is given up.
-CONNECT_S = 10.0
+#: Seconds for which a gateway that does not answer is asked again: it may just be restarting.
+PATIENCE_S = 1.5
+#: Seconds for which an answer is awaited, and for a connection.
+ANSWER_S, CONNECT_S = 30.0, 1.5
+#: Seconds between two attempts.
+RETRY_S = 0.2
+#: Seconds without an event after which a follower gets an empty batch.
+IDLE_S = 0.25
+#: Seconds without a word after which a stream is opened again: the gateway sends a comment every ten.
+SILENCE_S = 35.0
+#: Events in one answer, and in one batch of a stream.
+PAGE, BATCH = 5000, 500
+AMBIGUOUS = "urn:trainbus:problem:ambiguous-reference"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredEvent:
-    """An event with its place in its stream. ``pending`` is the number of messages after it at that moment."""
+class PublishedRequest:
+    """A request that is on the bus."""
 
-    sequence: int
-    subject: str
-    envelope: Envelope
-    event: Any
-    pending: int = 0
-
-    @property
-    def time(self) -> datetime:
-        """When it happened, UTC."""
-        return self.envelope.time
-
-    @property
-    def text(self) -> str:
-        """The fact in one line."""
-        return describe(self.event)
-
-    def to_cloud_event(self) -> dict[str, Any]:
-        """Return the event in CloudEvents' structured form, with its sequence number."""
-        envelope = self.envelope
-        return {
-            "specversion": "1.0",
-            "id": envelope.id,
-            "source": envelope.source,
-            "type": envelope.type,
-            "time": envelope.time.isoformat(),
-            "subject": envelope.subject,
-            "correlationid": envelope.correlation_id,
-            "causationid": envelope.causation_id,
-            "sequence": self.sequence,
-            "natssubject": self.subject,
-            "data": self.event.model_dump(mode="json", exclude_defaults=True),
-        }
+    event_id: str
+    #: The run, the study or the ingestion that it leads to, if it leads to one.
+    run_id: str | None = None
+    study_id: str | None = None
+    ingestion_id: str | None = None
+    #: Subject of the fact that says why it was refused, should it be.
+    refusal: str | None = None
 
 
 class Connection:
-    """An open connection to one stack's NATS."""
+    """An open connection to one stack's gateway. ``report`` gets a line when it is away, and when it is back."""
 
-    def __init__(self, nc: NatsClient) -> None:
-        self.nc = nc
-        self.js = nc.jetstream(timeout=5)
+    def __init__(self, http: httpx.AsyncClient, report: Callable[[str], None]) -> None:
+        self._http, self._report = http, report
+
+    # -- questions and requests ----------------------------------------------------
+
+    async def get(self, path: str, params: Mapping[str, Any] | None = None) -> Any:
+        """Return what the gateway answers to GET, as JSON.
+
+        Raises:
+            NotFoundError: nothing is known under this name, or several things are.
+            UsageError: the question is not valid.
+            StackUnreachableError: the gateway or NATS does not answer.
+        """
+        return await self.call("GET", path, params=params)
+
+    async def call(self, method: str, path: str, *, timeout_s: float = ANSWER_S, **request: Any) -> Any:
+        """Send a request, again while the gateway is away, and return its answer as JSON. Raises as ``get`` does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+                answer = await self._http.request(method, path, timeout=timeout, **request)
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise StackUnreachableError(_describe_absence(self._http.base_url, error)) from error
+                await asyncio.sleep(RETRY_S)
+                continue
+            return _read_answer(answer)
+
+    async def publish_request(self, event: Request, event_id: str | None = None) -> PublishedRequest:
+        """Publish a request and return it once the bus has stored it. The same ``event_id`` is the same request."""
+        key = event_id or uuid.uuid4().hex
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(f"event id {key!r}: give printable ASCII")
+        path = "/training-runs" if event.subject == "train.requested" else f"/requests/{event.subject}"
+        answer = await self.call(
+            "POST",
+            path,
+            content=event.model_dump_json(exclude_defaults=True),
+            headers={"Content-Type": "application/json", "Idempotency-Key": key},
+        )
+        named = {name: answer.get(name) for name in ("run_id", "study_id", "ingestion_id", "refusal")}
+        return PublishedRequest(key, **named)
+
+    # -- the log ---------------------------------------------------------------------
 
     async def follow(
         self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
-    ) -> AsyncIterator[list[StoredEvent]]:
-        """Yield batches of events in order, and an empty batch four times a second while nothing happens."""
-        async for batch in self._follow(stream, filters, start_sequence, until_caught_up):
-            yield [stored for message in batch if (stored := _decode_message(message)) is not None]
+    ) -> AsyncGenerator[list[StoredEvent], None]:
+        """Yield batches of events in order, and an empty batch four times a second while nothing happens.
 
-    async def follow_raw(
-        self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
-    ) -> AsyncIterator[list[RawMessage]]:
-        """Yield the same batches as ``follow``, undecoded: messages that cannot be decoded are among them."""
-        async for batch in self._follow(stream, filters, start_sequence, until_caught_up):
-            yield [_to_raw(message) for message in batch]
-
-    def _follow(
-        self, stream: topology.Stream, filters: tuple[str, ...], start_sequence: int, until_caught_up: bool
-    ) -> AsyncIterator[list[Msg]]:
-        return follow(
-            lambda: self.nc, stream.name, filters, start_sequence, idle_s=0.25, until_caught_up=until_caught_up
-        )
+        Nothing is lost or doubled when the gateway restarts or another one takes its place.
+        """
+        batches = (self._read if until_caught_up else self._follow)(stream, filters, start_sequence - 1)
+        async with aclosing(batches):
+            async for batch in batches:
+                yield batch
 
     async def read(
         self, *filters: str, stream: topology.Stream = topology.FACTS, start_sequence: int = 1
     ) -> list[StoredEvent]:
         """Return every event that the stream holds now, oldest first."""
-        found: list[StoredEvent] = []
-        async for batch in self.follow(stream, *filters, start_sequence=start_sequence, until_caught_up=True):
-            found += batch
-        return found
+        return [each async for batch in self._read(stream, filters, start_sequence - 1) for each in batch]
 
     async def read_last(self, stream: topology.Stream, subject: str) -> StoredEvent | None:
         """Return the newest event on one subject, None if there is none."""
-        try:
-            message = await self.js.get_last_msg(stream.name, subject, direct="*" not in subject)
-        except NotFoundError:
-            return None
-        return _decode(
-            RawMessage(
-                message.subject or "",
-                message.data or b"",
-                message.headers or {},
-                stream.name,
-                message.seq or 0,
-                message.time,
-            )
-        )
-
-    async def query(
-        self, service: str, endpoint: str, question: dict[str, Any], timeout_s: float
-    ) -> dict[str, Any] | None:
-        """Send a question to a service and return its answer, None if none comes in time."""
-        try:
-            subject = subjects.service(service, endpoint)
-            reply = await self.nc.request(subject, json.dumps(question).encode(), timeout=timeout_s)
-            answer = json.loads(reply.data)
-        except (nats.errors.Error, TimeoutError, ValueError):
-            return None
-        return answer if isinstance(answer, dict) else None
+        part = await self._get_range(stream, (subject,), 0, tail=1)
+        found = _decode_all(part["events"])
+        return found[-1] if found else None
 
     async def last_sequence(self, stream: topology.Stream) -> int:
         """Return the sequence number of the newest message of a stream."""
-        return (await self.js.stream_info(stream.name)).state.last_seq
+        return int((await self._get_range(stream, (), 0, tail=0))["last_event_id"])
 
-    async def publish_request(self, event: Request, event_id: str | None = None) -> str:
-        """Publish a request and return its event id, once the server has stored it."""
-        envelope = Envelope(id=event_id or uuid.uuid4().hex, source=SOURCE, type=event.type, time=datetime.now(UTC))
-        headers, body = encode(event, envelope)
-        await self.js.publish(event.subject, body, headers=headers)
-        return envelope.id
+    async def _get_range(
+        self, stream: topology.Stream, filters: tuple[str, ...], after: int, **more: Any
+    ) -> dict[str, Any]:
+        params = {**_params(stream, filters), "follow": False, "limit": PAGE, **more}
+        answer = await self.call("GET", "/events", params=params, headers={"Last-Event-ID": str(after)})
+        assert isinstance(answer, dict)
+        return answer
+
+    async def _read(
+        self, stream: topology.Stream, filters: tuple[str, ...], after: int
+    ) -> AsyncGenerator[list[StoredEvent], None]:
+        while True:
+            part = await self._get_range(stream, filters, after)
+            yield _decode_all(part["events"])
+            after = part["last_event_id"]
+            if not part["has_more"]:
+                return
+
+    async def _follow(
+        self, stream: topology.Stream, filters: tuple[str, ...], after: int
+    ) -> AsyncGenerator[list[StoredEvent], None]:
+        arrived: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=2 * BATCH)
+        pump = asyncio.create_task(self._pump(stream, filters, after, arrived))
+        try:
+            while True:
+                batch: list[dict[str, Any]] = []
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        batch.append(await arrived.get())
+                while batch and len(batch) < BATCH and not arrived.empty():
+                    batch.append(arrived.get_nowait())
+                if not batch and pump.done():
+                    pump.result()
+                yield _decode_all(batch)
+        finally:
+            pump.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await pump
+
+    async def _pump(
+        self,
+        stream: topology.Stream,
+        filters: tuple[str, ...],
+        after: int,
+        arrived: asyncio.Queue[dict[str, Any]],
+    ) -> None:
+        """Put every event into ``arrived``; open the stream again where it ends or breaks."""
+        is_away = False
+        while True:
+            try:
+                timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+                headers = {"Last-Event-ID": str(after)}
+                params = _params(stream, filters)
+                async with self._http.stream(
+                    "GET", "/events", params=params, headers=headers, timeout=timeout
+                ) as answer:
+                    if answer.status_code >= 500:
+                        raise httpx.RemoteProtocolError(f"status {answer.status_code}")
+                    if answer.status_code != 200:
+                        await answer.aread()
+                        _read_answer(answer)
+                    if is_away:
+                        self._report("the gateway is back")
+                        is_away = False
+                    async for line in answer.aiter_lines():
+                        if line.startswith("data: "):
+                            event = json.loads(line.removeprefix("data: "))
+                            await arrived.put(event)
+                            after = event["sequence"]
+            except httpx.TransportError:
+                if not is_away:
+                    self._report(f"the gateway at {self._http.base_url} is away; waiting for it")
+                    is_away = True
+            await asyncio.sleep(RETRY_S)
 
 
 def print_status(text: str) -> None:
@@ -163,125 +210,74 @@ def print_status(text: str) -> None:
 
 @asynccontextmanager
 async def connect(address: StackAddress, report: Callable[[str], None] = print_status) -> AsyncIterator[Connection]:
-    """Connect to the stack's NATS. ``report`` gets a line when an open connection is lost, and when it is back.
+    """Connect to the stack's gateway. ``report`` gets a line when it is away while it is followed, and when it is back.
 
     Raises:
-        StackUnreachableError: NATS does not answer, refuses the client, or holds no streams of trainbus.
+        StackUnreachableError: it does not answer, or what answers is no gateway.
     """
-    servers = [server.strip() for server in address.nats_url.split(",") if server.strip()]
-    if not any(_is_listening(server) for server in servers):
-        raise StackUnreachableError(
-            f"NATS does not answer at {address.nats_url}: is the stack up? (`trainbus doctor` shows what is wrong)"
-        )
-    connected = closing = False
-    patience = asyncio.timeout(CONNECT_S)
-    refusals: list[str] = []
-
-    async def on_error(error: Exception) -> None:
-        if connected or patience.expired():
-            return
-        refusals.append(str(error))
-        if sum(map(_is_unauthorized, refusals)) >= len(servers):  # another attempt would change nothing
-            patience.reschedule(asyncio.get_running_loop().time())
-
-    async def on_disconnected() -> None:
-        if connected and not closing:
-            report(f"NATS at {address.nats_url} is away; waiting for it")
-
-    async def on_reconnected() -> None:
-        if connected:
-            report("NATS is back")
-
-    nc = NatsClient()
-    try:
-        async with patience:
-            await nc.connect(
-                servers,
-                user=address.nats_user,
-                password=address.nats_password,
-                name="trainbus-client",
-                connect_timeout=3,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.3,  # type: ignore[arg-type]
-                error_cb=on_error,
-                disconnected_cb=on_disconnected,
-                reconnected_cb=on_reconnected,
-            )
-            # nats-py takes an end of file for a connection; only an answer proves one.
-            await nc.flush()
-        connected = True
-    except (nats.errors.Error, TimeoutError) as error:
-        await _close(nc)
-        raise StackUnreachableError(_describe_refusal(address, refusals or [str(error)])) from error
-    try:
-        connection = Connection(nc)
-        try:
-            await connection.js.stream_info(topology.FACTS.name)
-        except NotFoundError:
-            raise StackUnreachableError(
-                f"the NATS at {address.nats_url} has no stream {topology.FACTS.name}: no service of trainbus "
-                "has been connected to it yet"
-            ) from None
+    url = address.gateway_url
+    if not url:
+        raise StackUnreachableError("no gateway is named: set TRAINBUS_GATEWAY_URL to its address, http://host:port")
+    # The CA certificates take as long to load as a short command runs.
+    async with httpx.AsyncClient(base_url=url, verify=url.startswith("https:")) as http:
+        connection = Connection(http, report)
+        about = await connection.get("/health")
+        if not isinstance(about, dict) or about.get("service") != "gateway":
+            raise StackUnreachableError(f"what answers at {url} is no gateway of trainbus: see TRAINBUS_GATEWAY_URL")
         yield connection
-    except nats.errors.Error as error:
-        raise StackUnreachableError(f"NATS at {address.nats_url} does not answer: {error}") from error
-    finally:
-        closing = True
-        await _close(nc)
 
 
-async def _close(nc: NatsClient) -> None:
-    """Close the connection; one that does not close in time ends with the process."""
-    with suppress(nats.errors.Error, OSError, TimeoutError):
-        await asyncio.wait_for(nc.close(), 2)
+def _params(stream: topology.Stream, filters: tuple[str, ...]) -> dict[str, Any]:
+    return {"stream": stream.name.lower(), "subject": list(filters)}
 
 
-def _describe_refusal(address: StackAddress, refusals: list[str]) -> str:
-    # A server that refuses a client closes at once, and the reset may overtake its reason.
-    why = next(filter(_is_unauthorized, refusals), refusals[-1]) or "no answer"
-    hint = (
-        "; set TRAINBUS_NATS_USER and TRAINBUS_NATS_PASSWORD to what this server knows" if _is_unauthorized(why) else ""
-    )
-    return f"the NATS at {address.nats_url} listens but refuses this client: {why}{hint}"
-
-
-def _is_unauthorized(refusal: str) -> bool:
-    return "authorization" in refusal.lower()
-
-
-def derive_run_id(event_id: str) -> str:
-    """Return the id of the run that a request of this client with this event id starts."""
-    return run_id_for(SOURCE, event_id)
-
-
-def _is_listening(server: str) -> bool:
-    parts = urlsplit(server if "//" in server else f"nats://{server}")
+def _read_answer(answer: httpx.Response) -> Any:
+    """Return the JSON of an answer; raise what a problem document says."""
     try:
-        socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout=2).close()
-    except OSError:
-        return False
-    return True
+        found = answer.json()
+    except ValueError:
+        found = None
+    if answer.is_success and found is not None:
+        return found
+    problem = found if isinstance(found, dict) else {}
+    detail = str(problem.get("detail") or f"{answer.request.url} answers {answer.status_code}")
+    match answer.status_code:
+        case 404:
+            raise NotFoundError(detail)
+        case 409 if problem.get("type") == AMBIGUOUS:
+            raise NotFoundError(detail)
+        case 409 | 422:
+            raise UsageError(detail)
+        case 503:
+            raise StackUnreachableError(f"{detail} (`trainbus doctor` shows what is wrong)")
+        case _:
+            raise TrainbusError(detail)
 
 
-def _to_raw(message: Msg) -> RawMessage:
-    metadata = message.metadata
-    return RawMessage(
-        message.subject,
-        message.data,
-        message.headers or {},
-        metadata.stream,
-        metadata.sequence.stream,
-        metadata.timestamp,
+def _describe_absence(url: httpx.URL, error: Exception) -> str:
+    reason = str(error) or type(error).__name__
+    return (
+        f"the gateway at {str(url).rstrip('/')} does not answer ({reason}): is the stack up? "
+        "`trainbus doctor` shows what is wrong"
     )
 
 
-def _decode_message(message: Msg) -> StoredEvent | None:
-    return _decode(_to_raw(message), message.metadata.num_pending)
+def _decode_all(events: list[dict[str, Any]]) -> list[StoredEvent]:
+    """Return the events that this version knows."""
+    return [stored for each in events if (stored := _decode(each)) is not None]
 
 
-def _decode(raw: RawMessage, pending: int = 0) -> StoredEvent | None:
+def _decode(found: dict[str, Any]) -> StoredEvent | None:
+    envelope = Envelope(
+        id=found["id"],
+        source=found["source"],
+        type=found["type"],
+        time=datetime.fromisoformat(found["time"]),
+        subject=found["subject"],
+        correlation_id=found["correlationid"],
+        causation_id=found["causationid"],
+    )
     try:
-        envelope, event = decode(raw)
+        return StoredEvent(found["sequence"], found["natssubject"], envelope, parse(envelope, found["data"]))
     except EnvelopeError:
         return None
-    return StoredEvent(raw.sequence, raw.subject, envelope, event, pending)

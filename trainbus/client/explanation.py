@@ -10,8 +10,6 @@ from trainbus.client.connection import Connection
 from trainbus.client.runs import read_run
 from trainbus.client.views import RunView
 
-#: Seconds for which the scheduler's answer is awaited.
-ANSWER_TIMEOUT_S = 1.0
 #: What the scheduler's answer about a waiting run holds besides the sentence.
 DETAILS = ("code", "changes", "holders", "start_p10", "start_p50", "start_p90")
 
@@ -39,11 +37,10 @@ async def explain_run(connection: Connection, run_id: str) -> Explanation:
     view = await read_run(connection, run_id)
     if view.state == "requested":
         return Explanation(run_id, view.name, view.state, view.reason, "log")
-    answer = None
-    if not view.ended:
-        answer = await connection.query("scheduler", "why", {"run_id": run_id}, ANSWER_TIMEOUT_S)
-    if answer is None or answer.get("state") == "unknown":
-        unanswered = answer is None and not view.ended
+    found = {} if view.ended else await connection.get(f"/training-runs/{run_id}/why")
+    answered, answer = found.get("answered_by") == "scheduler", found.get("answer") or {}
+    if not answered or answer.get("state") == "unknown":
+        unanswered = not answered and not view.ended
         return Explanation(run_id, view.name, view.state, recorded_reason(view), "log", unanswered=unanswered)
     details = {name: answer[name] for name in DETAILS if name in answer}
     return Explanation(run_id, view.name, view.state, str(answer["message"]), "scheduler", details)

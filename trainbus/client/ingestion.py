@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 import tomllib
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from contracts import subjects, topology
-from contracts.base import short_hash
 from contracts.datasets import dataset_uri
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from services.sharding.core.manifest import link_name
-from trainbus.client.connection import SOURCE, Connection
+from trainbus.client.connection import Connection
 from trainbus.client.dataset_verification import DamagedFile
 from trainbus.client.errors import TrainbusError, UsageError, invalid_request
 from trainbus.datasets.history import DatasetRecord, History
@@ -79,8 +77,9 @@ def build_ingestion(data: dict[str, Any]) -> IngestRequested:
 
 async def request_ingestion(connection: Connection, request: IngestRequested) -> str:
     """Publish a request and return the id of its ingestion."""
-    event_id = await connection.publish_request(request, uuid.uuid4().hex)
-    return "i" + short_hash(SOURCE, event_id)
+    published = await connection.publish_request(request)
+    assert published.ingestion_id is not None
+    return published.ingestion_id
 
 
 async def read_progress(connection: Connection, ingestion_id: str = subjects.WILDCARD) -> list[DatasetProgress]:

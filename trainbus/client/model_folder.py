@@ -46,7 +46,7 @@ from trainbus.client.run_files import (
     open_file_source,
     read_manifest,
 )
-from trainbus.client.runs import find_run
+from trainbus.client.run_list import find_run
 
 #: How a file is loaded, by its suffix: the first of these that a folder has is taken for the model.
 LOADERS: Mapping[str, tuple[str, str]] = {

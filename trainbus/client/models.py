@@ -18,8 +18,9 @@ from contracts.events.run import RunNotPromoted, RunPromoted, RunPromotionPendin
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
 from contracts.state.model import ModelSettings, champion_of
-from trainbus.client.connection import Connection, StoredEvent
+from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
+from trainbus.client.stored_event import StoredEvent
 
 #: The facts that the view of a model is folded from.
 FACTS = (

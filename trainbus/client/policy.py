@@ -10,12 +10,12 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from contracts.scheduling import Policy
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
+from trainbus.client.errors import NotFoundError, TrainbusError
 from trainbus.client.requests import publish_and_wait
 from trainbus.client.runs import wait_for_event
 
 #: Seconds for which the scheduler's simulation of a cycle is awaited.
-DIFF_TIMEOUT_S = 40.0
+DIFF_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,9 @@ async def diff_policy(connection: Connection, policy: Policy) -> dict[str, Any]:
         UsageError: this version of the scheduler does not take the policy.
         TrainbusError: no scheduler answers.
     """
-    found = await connection.query("scheduler", "policy_diff", policy.model_dump(mode="json"), DIFF_TIMEOUT_S)
-    if found is None:
-        raise TrainbusError("no scheduler of this version answers: see `trainbus doctor`")
-    if "error" in found:
-        raise UsageError(str(found["error"]))
+    body = {"policy": policy.model_dump(mode="json")}
+    found = await connection.call("POST", "/policy/diff", json=body, timeout_s=DIFF_TIMEOUT_S)
+    assert isinstance(found, dict)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
+from typing import Any
 
 from contracts.state.run import STATES
 from trainbus.client.errors import UsageError
@@ -36,12 +37,18 @@ class RunFilter:
         """Whether every run is meant."""
         return self == RunFilter()
 
-    def select(self, views: list[RunView]) -> list[RunView]:
-        """Return the runs that are meant, in their order."""
-        found = [view for view in views if self._matches(view)]
-        return found if self.limit is None else found[max(0, len(found) - self.limit) :]
+    def to_params(self) -> dict[str, Any]:
+        """Return the conditions as the gateway takes them; it may list more than ``matches``."""
+        texts = {name: getattr(self, name) for name in ("user", "team", "model", "name")}
+        params: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
+        if self.states:
+            params["state"] = list(self.states)
+        if self.since is not None:
+            params["since"] = self.since.isoformat()
+        return params
 
-    def _matches(self, view: RunView) -> bool:
+    def matches(self, view: RunView) -> bool:
+        """Whether a run is meant."""
         if self.states and view.state not in self.states:
             return False
         if self.since is not None and (view.requested_at is None or view.requested_at < self.since):

@@ -1,10 +1,9 @@
-"""Runs, nodes and models as the log has them: they can be read while every service is down."""
+"""One run as its facts, its progress and its output have it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -14,31 +13,13 @@ from typing import Any, NamedTuple
 
 from contracts import subjects, topology
 from contracts.events import run
-from trainbus.client.connection import Connection, StoredEvent
-from trainbus.client.errors import NotFoundError, UsageError
+from trainbus.client.connection import Connection
+from trainbus.client.errors import UsageError
 from trainbus.client.pace import TrainingPace
-from trainbus.client.requests import explain_requested, read_requested_runs
-from trainbus.client.run_filter import RunFilter
+from trainbus.client.run_list import explain_requested, read_detail, read_summary
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView, StackView, fold_facts
 
-#: The facts that a list of runs needs; the many others of long runs stay on the server.
-RUN_FACTS = tuple(
-    subjects.fact("run", subjects.WILDCARD, name)
-    for name in (
-        "accepted", "rejected", "prepared", "prepare_failed", "queued", "waiting", "placed", "started", "preempting",
-        "cancelling", "released", "exited", "completed", "failed", "cancelled", "evaluated", "promoted", "not_promoted",
-        "promotion_pending", "checkpoint_committed", "checkpoint_deleted",
-    )
-)  # fmt: skip
-NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.WILDCARD, name) for name in (
-    "accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued",
-)))  # fmt: skip
-#: Ended runs that a list holds unless all are asked for.
-MAX_ENDED_RUNS = 20
-#: Ended runs of a list whose last metrics are read; older ones are in MLflow.
-MAX_MEASURED_RUNS = 100
-#: Runs whose progress is read at the same time.
-READ_AT_ONCE = 20
 #: Messages of PROGRESS that are searched first for a run's position.
 NEWEST_PROGRESS = 200
 #: Messages of LOGS that are searched first for a run's last lines.
@@ -101,71 +82,15 @@ def fold_events(messages: Iterable[StoredEvent]) -> StackView:
     return fold_facts((each.sequence, each.envelope.time, each.event) for each in messages)
 
 
-async def list_runs(connection: Connection, *, include_ended: bool, matching: RunFilter | None = None) -> list[RunView]:
-    """Return the runs in the order of their requests: those that have not ended and the newest that have, or all.
-
-    Without ``include_ended``, the evaluations that have ended are left out: their runs have the results. Requests that
-    the scheduler has not answered are among the runs.
-    """
-    requested = await read_requested_runs(connection)
-    folded = fold_events(await connection.read(*RUN_FACTS)).runs
-    unanswered = [view for run_id, view in requested.items() if run_id not in folded]
-    if unanswered:
-        reason = await explain_requested(connection)
-        for view in unanswered:
-            view.reason = reason
-    views = [*folded.values(), *unanswered]
-    if matching is not None:
-        views = matching.select(views)
-    if not include_ended:
-        ended_trainings = [each for each in views if each.ended and each.kind == "train"]
-        newest = {each.run_id for each in ended_trainings[-MAX_ENDED_RUNS:]}
-        views = [each for each in views if not each.ended or each.run_id in newest]
-    ended = [view for view in views if view.ended]
-    measured = [view for view in views if not view.ended] + ended[-MAX_MEASURED_RUNS:]
-    for first in range(0, len(measured), READ_AT_ONCE):
-        await asyncio.gather(*(add_progress(connection, view) for view in measured[first : first + READ_AT_ONCE]))
-    return views
-
-
 async def read_run(connection: Connection, run_id: str) -> RunView:
     """Return one run as it stands, with its timeline and its training's position."""
-    requested = await read_requested_runs(connection)
     view = fold_events(await connection.read(subjects.run(run_id))).runs.get(run_id)
     if view is None:
-        view = requested.get(run_id) or RunView(run_id)
-        view.reason = await explain_requested(connection)
+        view = read_summary(await read_detail(connection, run_id))
+        view.reason = await explain_requested(connection, run_id)
         return view
     await add_progress(connection, view)
     return view
-
-
-async def find_run(connection: Connection, name: str) -> str:
-    """Return the id of the run that ``name`` means: an id, the unique start of one, or a run's name.
-
-    Raises:
-        NotFoundError: there is none (the message has the closest names) or more than one.
-    """
-    if name.isalnum() and await connection.read(subjects.run(name)):
-        return name
-    requested = await read_requested_runs(connection)
-    state = fold_events(
-        await connection.read(
-            subjects.fact("run", subjects.WILDCARD, "accepted"), subjects.fact("run", subjects.WILDCARD, "rejected")
-        )
-    )
-    for run_id, view in requested.items():
-        state.runs.setdefault(run_id, view)
-    found = state.find(name)
-    if len(found) == 1:
-        return found[0].run_id
-    if found:
-        listed = "\n".join(f"  {each.run_id}  {each.name}" for each in found[:10])
-        raise NotFoundError(f"{name!r} is the start of {len(found)} runs; give more of it:\n{listed}")
-    known = {text for each in state.runs.values() for text in (each.run_id, each.name) if text}
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else "; `trainbus ps` lists them"
-    raise NotFoundError(f"there is no run {name!r}{hint}")
 
 
 async def read_end(connection: Connection, run_id: str) -> Any | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from contracts import subjects, topology
-from contracts.base import study_id_for
 from contracts.events.study import StudyAccepted, StudyFact, StudyRejected
 from contracts.events.train import StopStudyRequested, TrainRequested, TuneRequested
 from contracts.spec.study import Parameter
 from contracts.state.study import Studies, Study, Trial
 from services.tuning.core.admission import example_value
 from services.tuning.core.decide import TRAINING, best_request
-from trainbus.client.connection import SOURCE, Connection, StoredEvent, derive_run_id
+from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError, invalid_request
 from trainbus.client.package import pack_project
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import LOWER_IS_BETTER, build_request, locate_code, upload_package
 from trainbus.client.submission_check import check_submission
 from trainbus.client.submit_options import SubmitOptions
@@ -123,8 +122,9 @@ async def submit_study(
     if package is not None and run.code is not None and request.run is not None:
         code = run.code.model_copy(update={"uri": await upload_package(client.address, package, run.code.uri)})
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
-    event_id = await client.connection.publish_request(request, event_id or uuid.uuid4().hex)
-    return SubmittedStudy(study_id_for(SOURCE, event_id), request.name or "", event_id, request)
+    published = await client.connection.publish_request(request, event_id)
+    assert published.study_id is not None
+    return SubmittedStudy(published.study_id, request.name or "", published.event_id, request)
 
 
 def _example_run(run: TrainRequested, request: TuneRequested) -> TrainRequested:
@@ -186,7 +186,7 @@ async def wait_for_answer(connection: Connection, study_id: str) -> StudyAccepte
 
 async def stop_study(connection: Connection, study_id: str, reason: str = "stopped by request") -> str:
     """Request the end of a study, and return the request's id."""
-    return await connection.publish_request(StopStudyRequested(study_id=study_id, reason=reason))
+    return (await connection.publish_request(StopStudyRequested(study_id=study_id, reason=reason))).event_id
 
 
 def best_trial(study: Study, trial: int | None = None) -> Trial:
@@ -216,5 +216,6 @@ async def submit_best(connection: Connection, study: Study, trial: Trial) -> tup
     The same trial of the same study is one run, however often it is submitted.
     """
     request = best_request(study, trial)
-    event_id = await connection.publish_request(request, f"best/{study.study_id}/{trial.number}")
-    return derive_run_id(event_id), request
+    published = await connection.publish_request(request, f"best/{study.study_id}/{trial.number}")
+    assert published.run_id is not None
+    return published.run_id, request

@@ -142,6 +142,8 @@ class NodeView:
     machine_digest: str = ""
     #: Slot -> (run_id, rank).
     busy: dict[int, tuple[str, int]] = field(default_factory=dict)
+    #: Run that holds slots here -> its name.
+    run_names: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

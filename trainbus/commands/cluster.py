@@ -26,7 +26,7 @@ async def nodes(client: AsyncClient, as_json: Json = False) -> None:
     if as_json:
         print(render.as_json(views))
     elif views:
-        names = {view.run_id: view.name for view in await client.runs()}
+        names = {run_id: name for view in views for run_id, name in view.run_names.items()}
         render.console().print(render_nodes(views, names, render.utc_now()))
     else:
         print("no node has joined yet: `trainbus service worker` starts one")

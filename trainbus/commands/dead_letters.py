@@ -12,7 +12,7 @@ from trainbus.commands import render
 from trainbus.commands.options import Json, command
 
 if TYPE_CHECKING:
-    from trainbus.client.client import AsyncClient
+    from trainbus.operate.connection import Connection
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,12 +24,12 @@ Confirmation = Annotated[bool, typer.Option("--yes", help="Delete without asking
 Consumer = Annotated[str | None, typer.Option("--consumer", help="Only the dead letters of this consumer.")]
 
 
-@command(app)
-async def ls(client: AsyncClient, consumer: Consumer = None, as_json: Json = False) -> None:
+@command(app, on_bus=True)
+async def ls(bus: Connection, consumer: Consumer = None, as_json: Json = False) -> None:
     """List dead letters with their reasons, oldest first."""
     from trainbus.operate import dead_letters
 
-    letters = await dead_letters.list_dead_letters(client.connection, consumer)
+    letters = await dead_letters.list_dead_letters(bus, consumer)
     if as_json:
         print(render.as_json(list(map(dead_letters.to_plain, letters))))
         return
@@ -44,16 +44,16 @@ async def ls(client: AsyncClient, consumer: Consumer = None, as_json: Json = Fal
     render.console().print(table)
 
 
-@command(app)
+@command(app, on_bus=True)
 async def show(
-    client: AsyncClient,
+    bus: Connection,
     sequence: Annotated[int, typer.Argument(help="Number of a dead letter.")],
     as_json: Json = False,
 ) -> None:
     """Show one dead letter: its reason, its headers and its body."""
     from trainbus.operate import dead_letters
 
-    plain = dead_letters.to_plain(await dead_letters.get_dead_letter(client.connection, sequence))
+    plain = dead_letters.to_plain(await dead_letters.get_dead_letter(bus, sequence))
     if as_json:
         print(render.as_json(plain))
         return
@@ -65,17 +65,15 @@ async def show(
     print(render.visible(body))
 
 
-@command(app)
-async def retry(
-    client: AsyncClient, sequences: Sequences = None, every: All = False, consumer: Consumer = None
-) -> None:
+@command(app, on_bus=True)
+async def retry(bus: Connection, sequences: Sequences = None, every: All = False, consumer: Consumer = None) -> None:
     """Have its own consumer handle each dead letter once more; exit 1 if one fails again."""
     from trainbus.operate import dead_letters
 
     kept: list[str] = []
-    for sequence in await _choose(client, sequences, consumer, every=every):
+    for sequence in await _choose(bus, sequences, consumer, every=every):
         try:
-            await dead_letters.retry_dead_letter(client.connection, sequence)
+            await dead_letters.retry_dead_letter(bus, sequence)
             print(f"{sequence}: handled")
         except TrainbusError as error:
             kept.append(str(error))
@@ -83,9 +81,9 @@ async def retry(
         raise TrainbusError("\n".join(kept))
 
 
-@command(app)
+@command(app, on_bus=True)
 async def drop(
-    client: AsyncClient,
+    bus: Connection,
     sequences: Sequences = None,
     yes: Confirmation = False,
     every: All = False,
@@ -94,15 +92,15 @@ async def drop(
     """Delete dead letters for good."""
     from trainbus.operate import dead_letters
 
-    chosen = await _choose(client, sequences, consumer, every=every)
+    chosen = await _choose(bus, sequences, consumer, every=every)
     if not yes:
         typer.confirm(f"Delete {plural(len(chosen), 'dead letter')} for good?", abort=True)
     for sequence in chosen:
-        await dead_letters.drop_dead_letter(client.connection, sequence)
+        await dead_letters.drop_dead_letter(bus, sequence)
         print(f"{sequence}: dropped")
 
 
-async def _choose(client: AsyncClient, sequences: list[int] | None, consumer: str | None, *, every: bool) -> list[int]:
+async def _choose(bus: Connection, sequences: list[int] | None, consumer: str | None, *, every: bool) -> list[int]:
     """Return the numbers that were given, or those of all dead letters, the oldest first."""
     from trainbus.operate import dead_letters
 
@@ -110,4 +108,4 @@ async def _choose(client: AsyncClient, sequences: list[int] | None, consumer: st
         raise UsageError("give the numbers of dead letters, or --all, which --consumer narrows")
     if sequences:
         return sequences
-    return [letter.sequence for letter in await dead_letters.list_dead_letters(client.connection, consumer)]
+    return [letter.sequence for letter in await dead_letters.list_dead_letters(bus, consumer)]

@@ -38,7 +38,7 @@ from trainbus.embedded.layout import AUTOSCALER, SERVICES, WORKER
 from trainbus.embedded.servers import ServerError, find_binary
 
 if TYPE_CHECKING:
-    from trainbus.client.connection import Connection
+    from trainbus.operate.connection import Connection
 
 Grade = Literal["ok", "note", "missing"]
 #: Memory and disk that a stack needs.
@@ -82,7 +82,7 @@ def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     yield _python()
     yield CheckResult("trainbus", "ok", importlib.metadata.version("trainbus"))
     if is_elsewhere:
-        yield CheckResult("stack", "ok", "a cluster: TRAINBUS_NATS_URL is set")
+        yield CheckResult("stack", "ok", "a cluster: the environment names it")
         yield from _node_address()
     elif importlib.util.find_spec("faststream") is None:
         yield CheckResult("stack of your own", "note", "only the client is installed", "pip install 'trainbus[all]'")
@@ -206,7 +206,7 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
 
 async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResult]:
     """Check by the bus each service that was not checked by its own page."""
-    from trainbus.client.connection import connect
+    from trainbus.operate.connection import connect
 
     names = sorted({*SERVICES, *topology.SERVICES} - {*checked, WORKER})
     try:
@@ -230,9 +230,9 @@ async def _unused_policy(connection: Connection) -> list[CheckResult]:
 
 async def _pending_promotions(connection: Connection) -> list[CheckResult]:
     """Name the models whose next champion waits for a person; nothing if none does."""
-    from trainbus.client.models import read_models
+    from trainbus.client.models import FACTS, fold_models
 
-    models = (await read_models(connection)).values()
+    models = fold_models(await connection.read(*FACTS)).values()
     waiting = [
         f"{each.model}: {run_id} awaits {fact.awaits}" for each in models for run_id, fact in each.pending.items()
     ]
@@ -265,15 +265,11 @@ async def _consumer_state(connection: Connection, service: str) -> tuple[int, bo
 
     A message that is in the hands of a service is no sign of it: it stays there after the service's end.
     """
-    from nats.js.errors import NotFoundError
-
     pending, is_waiting = 0, False
     for each in topology.CONSUMERS:
-        if each.service == service:
-            with contextlib.suppress(NotFoundError):
-                state = await connection.js.consumer_info(each.stream, each.name)
-                pending += (state.num_pending or 0) + (state.num_ack_pending or 0)
-                is_waiting |= bool(state.num_waiting)
+        if each.service == service and (state := await connection.find_consumer(each)) is not None:
+            pending += (state.num_pending or 0) + (state.num_ack_pending or 0)
+            is_waiting |= bool(state.num_waiting)
     return pending, is_waiting
 
 
@@ -284,9 +280,9 @@ async def _has_pools(connection: Connection) -> bool:
 
 
 async def _nodes(connection: Connection) -> CheckResult:
-    from trainbus.client.runs import NODE_FACTS, fold_events
+    from trainbus.client.runs import fold_events
 
-    nodes = fold_events(await connection.read(*NODE_FACTS)).nodes.values()
+    nodes = fold_events(await connection.read(subjects.node())).nodes.values()
     up = sum(each.state == "up" for each in nodes)
     if up:
         return CheckResult("nodes", "ok", f"{up} up")

@@ -18,6 +18,7 @@ from trainbus.client.errors import UsageError
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
+    from trainbus.operate.connection import Connection
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Awaitable[int | None]])
@@ -91,18 +92,37 @@ def with_client(data_dir: Path | None, work: Callable[[AsyncClient], Awaitable[T
     return run(run_connected())
 
 
+def with_bus(data_dir: Path | None, work: Callable[[Connection], Awaitable[T]]) -> T:
+    """Connect to the stack's NATS, as an operator's tools do, run ``work`` with it and return its result."""
+    from trainbus.client.address import find_address
+    from trainbus.operate.connection import connect
+
+    async def run_connected() -> T:
+        async with connect(find_address(data_dir)) as bus:
+            return await work(bus)
+
+    return run(run_connected())
+
+
 def command(
-    app: typer.Typer, name: str | None = None, *, options: Sequence[inspect.Parameter] = (), **settings: Any
+    app: typer.Typer,
+    name: str | None = None,
+    *,
+    on_bus: bool = False,
+    options: Sequence[inspect.Parameter] = (),
+    **settings: Any,
 ) -> Callable[[F], F]:
     """Register an async function as a command; the function itself stays as it is.
 
-    Its first parameter is the client, which the command connects to the stack of ``--data-dir`` or ``--stack``. A
-    number that it returns is the exit code. ``options`` stand for its ``**options``.
+    Its first parameter is the client, which the command connects to the stack of ``--data-dir`` or ``--stack``, or
+    ``on_bus`` a connection to its NATS. A number that it returns is the exit code. ``options`` stand for its
+    ``**options``.
     """
+    connected: Callable[..., Any] = with_bus if on_bus else with_client
 
     def register(function: F) -> F:
         def invoke(*, data_dir: Path | None, stack: str | None, **given: Any) -> None:
-            if code := with_client(choose_data_dir(data_dir, stack), lambda client: function(client, **given)):
+            if code := connected(choose_data_dir(data_dir, stack), lambda link: function(link, **given)):
                 raise typer.Exit(code)
 
         invoke.__name__, invoke.__doc__ = function.__name__, function.__doc__
@@ -116,7 +136,7 @@ def command(
 
 def _parameters(function: Callable[..., Any], options: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     """Return the parameters of the command line: the function's without its client, and those of the stack."""
-    hints = get_type_hints(function, localns={"AsyncClient": Any}, include_extras=True)
+    hints = get_type_hints(function, localns={"AsyncClient": Any, "Connection": Any}, include_extras=True)
     _, *own = inspect.signature(function).parameters.values()
     found = [
         each.replace(annotation=hints[each.name], kind=each.KEYWORD_ONLY)

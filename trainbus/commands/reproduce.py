@@ -20,7 +20,7 @@ from services.checkpoint.core import digests
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, read_digests_of
 from trainbus.client.client import AsyncClient
-from trainbus.client.connection import Connection, StoredEvent, derive_run_id
+from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.reproduction import (
     RecordedRun,
@@ -31,6 +31,7 @@ from trainbus.client.reproduction import (
     plan_reproduction,
 )
 from trainbus.client.runs import read_end
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView, StackView
 from trainbus.commands import render
 
@@ -82,7 +83,8 @@ async def reproduce_run(
     for message in await connection.read(subjects.run(recorded.run_id)):
         recorded.apply(message.event)
     planned = plan_reproduction(recorded, start_step, slots)
-    repeated = derive_run_id(await connection.publish_request(planned.request))
+    repeated = (await connection.publish_request(planned.request)).run_id
+    assert repeated is not None
     screen = ReproductionScreen(repeated, planned, quiet=as_json)
     try:
         await _follow_reproduction(connection, screen)

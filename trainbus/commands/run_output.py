@@ -13,7 +13,7 @@ from contracts.events.dataset import DatasetProgress
 from contracts.events.run import RunLog, RunProgress
 from contracts.texts import describe_milestone, format_duration
 from trainbus.client.errors import RunFailedError
-from trainbus.client.requests import explain_requested
+from trainbus.client.run_list import explain_requested
 from trainbus.client.runs import ENDS, follow_output
 from trainbus.client.views import RunView
 from trainbus.commands import render
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainbus.client.client import AsyncClient
-    from trainbus.client.connection import StoredEvent
+    from trainbus.client.stored_event import StoredEvent
 
 #: Seconds between two lines about the progress within an epoch.
 INTERVAL_S = 10.0
@@ -53,7 +53,7 @@ async def print_run(client: AsyncClient, run_id: str, rank: int | None = 0, *, s
                 printer.print_batch(view, batch)
                 if view.state == "requested" and not explained and time.monotonic() - start > PATIENCE_S:
                     explained = True
-                    printer.print_moment(await explain_requested(client.connection))
+                    printer.print_moment(await explain_requested(client.connection, run_id))
     except asyncio.CancelledError:
         if not view.ended:
             print(describe_departure(run_id), file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from trainbus.commands.times import parse_duration, parse_since, parse_time
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
-    from trainbus.client.connection import StoredEvent
+    from trainbus.client.stored_event import StoredEvent
     from trainbus.client.submission import SubmittedRun
 
 app = typer.Typer()
@@ -200,13 +200,15 @@ async def why(
 async def _print_past_reason(client: AsyncClient, name: str, at: str, *, as_json: bool) -> None:
     """Print why a run was in its state at a time in the past."""
     from trainbus.commands.progress import entries_with_bar
+    from trainbus.operate.connection import connect
     from trainbus.operate.history.explanation import explain_past
     from trainbus.operate.history.fact_log import BusLog
 
     time = parse_time(at, render.utc_now())
     run_id = await client.find_run(name)
-    entries = entries_with_bar(await BusLog.open(client.connection), f"folding up to {time:%Y-%m-%d %H:%M:%S}")
-    found = await explain_past(client.connection, run_id, time, entries)
+    async with connect(client.address) as bus:
+        entries = entries_with_bar(await BusLog.open(bus), f"folding up to {time:%Y-%m-%d %H:%M:%S}")
+        found = await explain_past(bus, run_id, time, entries)
     if as_json:
         print(render.as_json(found.details))
         return

@@ -11,12 +11,12 @@ import typer
 from contracts.texts import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import policy, render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_client
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_bus
 from trainbus.commands.policy import Settings, load_policy
 from trainbus.commands.times import parse_duration, parse_time
 
 if TYPE_CHECKING:
-    from trainbus.client.client import AsyncClient
+    from trainbus.operate.connection import Connection
     from trainbus.operate.history.fact_log import FactLog
 
 T = TypeVar("T")
@@ -43,24 +43,24 @@ def _with_log(path: Path | None, data_dir: Path | None, work: Callable[[FactLog]
         assert path is not None
         return await work(FileLog(path))
 
-    async def read_bus(client: AsyncClient) -> T:
-        return await work(await BusLog.open(client.connection))
+    async def read_bus(bus: Connection) -> T:
+        return await work(await BusLog.open(bus))
 
-    return run(read_file()) if path is not None else with_client(data_dir, read_bus)
+    return run(read_file()) if path is not None else with_bus(data_dir, read_bus)
 
 
 @app.callback(invoke_without_command=True)
 def default(context: typer.Context, data_dir: DataDir = None, stack: StackName = None, as_json: Json = False) -> None:
     """The scheduler: its state; replay its decisions, try other nodes and policies, shadow it."""
     if context.invoked_subcommand is None:
-        with_client(choose_data_dir(data_dir, stack), lambda client: _print_state(client, as_json=as_json))
+        with_bus(choose_data_dir(data_dir, stack), lambda bus: _print_state(bus, as_json=as_json))
     elif data_dir is not None or stack is not None or as_json:
         raise UsageError(f"give the options after the command: `trainbus scheduler {context.invoked_subcommand} ...`")
 
 
-async def _print_state(client: AsyncClient, *, as_json: bool) -> None:
+async def _print_state(bus: Connection, *, as_json: bool) -> None:
     """Print who leads, by which policy, what waits, and all that was put aside or ignored, with the reasons."""
-    state = await client.connection.query("scheduler", "state", {}, STATE_TIMEOUT_S)
+    state = await bus.query("scheduler", "state", {}, STATE_TIMEOUT_S)
     if state is None:
         raise TrainbusError("no scheduler answers: start one (`trainbus up`, or `trainbus service scheduler`)")
     if as_json:
@@ -150,9 +150,9 @@ def what_if(
         raise UsageError(str(error)) from error
 
 
-@command(app)
+@command(app, on_bus=True)
 async def shadow(
-    client: AsyncClient,
+    bus: Connection,
     policy: Annotated[str, typer.Option("--policy", help="The candidate: a policy's name or file.")],
     settings: Settings = None,
     during: Annotated[
@@ -164,4 +164,4 @@ async def shadow(
     from trainbus.commands.shadow import shadow_scheduler
 
     for_s = parse_duration(during) if during is not None else None
-    await shadow_scheduler(client.connection, load_policy(policy, settings or ()), for_s=for_s, as_json=as_json)
+    await shadow_scheduler(bus, load_policy(policy, settings or ()), for_s=for_s, as_json=as_json)

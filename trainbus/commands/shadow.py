@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from contracts.scheduling import Policy
-from trainbus.client.connection import Connection
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
+from trainbus.operate.connection import Connection
 from trainbus.operate.history.shadow import Comparison, Shadow, prefix
 from trainbus.operate.history.shadow_follower import ShadowFollower
 

@@ -132,7 +132,7 @@ def up(
 
 def _print_policy(info: StackInfo, options: StackOptions | None) -> None:
     """Print the policy in force, once it is the one that the options ask for; nothing if the scheduler was left out."""
-    if any(each["name"] == "scheduler" for each in info.processes):
+    if {"scheduler", "gateway"} <= {each["name"] for each in info.processes}:
         print(with_client(info.data_dir, lambda client: adopt_given_policy(client, options)))
 
 

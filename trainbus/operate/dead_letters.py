@@ -7,10 +7,10 @@ from typing import Any
 from contracts import subjects, topology
 from contracts.envelope import RawMessage
 from services.kit.dead_letters import RETRY_ENDPOINT, DeadLetter, read_dead_letter
-from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError as NoSuchDeadLetterError
 from trainbus.client.errors import TrainbusError
-from trainbus.client.nats_import import aiohttp_hidden
+from trainbus.operate.connection import Connection
+from trainbus.operate.nats_import import aiohttp_hidden
 
 with aiohttp_hidden():
     from nats.js.errors import NotFoundError

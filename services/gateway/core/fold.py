@@ -270,7 +270,11 @@ def _merge_started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
 
 
 def _merge_placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
-    placement = {"generation": fact.generation, "resume_step": fact.resume.step if fact.resume else 0}
+    placement = {
+        "generation": fact.generation,
+        "resume_step": fact.resume.step if fact.resume else 0,
+        "world_size": fact.world_size,
+    }
     return {
         **({} if run.spec is not None else _spec_columns(fact.spec)),
         **_clear_waiting(),

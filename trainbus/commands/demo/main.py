@@ -30,7 +30,7 @@ from trainbus.client.address import StackAddress, find_data_dir
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.runs import NODE_FACTS, apply_progress, fold_events
+from trainbus.client.runs import apply_progress, fold_events
 from trainbus.client.submission import upload_package
 from trainbus.client.views import RunView, StackView
 from trainbus.commands import render, run_tables
@@ -47,6 +47,7 @@ from trainbus.embedded.launch import (
     is_locked,
 )
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
+from trainbus.operate.connection import connect
 from trainbus.step_hold import StepHold
 
 #: Seconds without an event after which the demo fails; a loaded machine is slow, but not silent.
@@ -56,6 +57,11 @@ SILENCE_S = 90.0
 #: second is reached.
 HALF_WAY, SHRINKS_AT, GROWS_AT = 0.4, 0.5, 0.8
 STRAGGLER_FACTOR = 20.0
+#: Facts by which runs hold slots of nodes and give them back.
+RUN_FACTS = tuple(
+    subjects.fact("run", subjects.WILDCARD, name)
+    for name in ("accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued")
+)
 FIRST, SECOND, BROKEN = "digits", "digits-urgent", "digits-broken"
 #: Long enough for a second run in the middle, short enough to watch.
 TRAINING = {
@@ -200,7 +206,7 @@ async def _play_demo(demo: Demo, data_dir: Path | None, scans: Future[dict[str, 
     async with AsyncClient(data_dir) as client:
         connection = client.connection
         start = await connection.last_sequence(topology.FACTS) + 1
-        known = fold_events(await connection.read(*NODE_FACTS, subjects.model()))
+        known = fold_events(await connection.read(*RUN_FACTS, subjects.node(), subjects.model()))
         demo.stack_view.nodes, demo.stack_view.models, demo.stack_view.runs = known.nodes, known.models, known.runs
         await _fill_lake(demo, client.address, scans)
         code = await _upload_code(demo, client.address)
@@ -227,24 +233,24 @@ async def _play_runs(demo: Demo, client: AsyncClient, code: dict[str, Any], wait
     ):
         first = example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0)
         first["env"] = describe_holds({until_shrunk.path: SHRINKS_AT, until_grown.path: GROWS_AT})
-        demo.first = await _request_run(demo, client.connection, {**first, "task": HELD_TASK})
+        demo.first = await _request_run(demo, client.address, {**first, "task": HELD_TASK})
         await wait(lambda: _has_ended_or(_is_half_way, demo.view(demo.first)))
         demo.screen.print_line(f"half-way: {SECOND!r} has priority 10 and needs two slots")
         second = example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
-        demo.second = await _request_run(demo, client.connection, second)
+        demo.second = await _request_run(demo, client.address, second)
         await wait(lambda: _has_ended_or(_has_shrunk, demo.view(demo.first)))
         until_shrunk.release()
         await wait(lambda: _has_ended_or(_has_grown_back, demo.view(demo.first)))
         until_grown.release()
         if client.address.serving_url:
             await wait(lambda: demo.view(demo.first).ended)
-            demo.broken = await _publish(client.connection, broken_request(code))
+            demo.broken = await _publish(client.address, broken_request(code))
         await wait(lambda: demo.is_finished)
 
 
-async def _request_run(demo: Demo, connection: Connection, body: dict[str, Any]) -> str:
+async def _request_run(demo: Demo, address: StackAddress, body: dict[str, Any]) -> str:
     """Publish a request for a run that the screen shows; return the run's id."""
-    run_id = await _publish(connection, body)
+    run_id = await _publish(address, body)
     demo.screen.runs[run_id] = body["name"]
     demo.screen.print_line(f"published train.requested for {body['name']!r}: {run_id}")
     return run_id
@@ -305,9 +311,10 @@ def example_request(
     return body
 
 
-async def _publish(connection: Connection, body: dict[str, Any]) -> str:
+async def _publish(address: StackAddress, body: dict[str, Any]) -> str:
     """Publish a bare JSON body with plain nats-py, as any other system would; return the run's id."""
-    ack = await connection.nc.jetstream().publish("train.requested", json.dumps(body).encode())
+    async with connect(address) as bus:
+        ack = await bus.js.publish("train.requested", json.dumps(body).encode())
     # A message without an id is known by its place in the stream.
     return run_id_for(ANONYMOUS_SOURCE, f"{ack.stream}:{ack.seq}")
 

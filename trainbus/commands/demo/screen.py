@@ -23,7 +23,7 @@ from trainbus.commands import render
 from trainbus.commands.render import escape
 
 if TYPE_CHECKING:
-    from trainbus.client.connection import StoredEvent
+    from trainbus.client.stored_event import StoredEvent
 
 TICKER_LINES = 8
 COLOURS = ("cyan", "magenta", "green", "blue")

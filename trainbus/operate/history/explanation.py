@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable
 from datetime import UTC, datetime
 
 from contracts import subjects, topology
-from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.explanation import Explanation
+from trainbus.operate.connection import Connection
 from trainbus.operate.history.fact_log import BusLog
 from trainbus.operate.history.log import Entry
 from trainbus.operate.history.past_state import PastState

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from contracts import topology
 from contracts.envelope import RawMessage
-from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
+from trainbus.operate.connection import Connection
 from trainbus.operate.history.log import FOLLOWED, Entry, LogError, entry_of, read
 from trainbus.operate.history.requests import REQUEST_SUBJECTS, RequestIndex
 

@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from contracts import topology
 from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
-from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.nats_import import aiohttp_hidden
+from trainbus.operate.connection import Connection
 from trainbus.operate.history.fact_log import BusLog, FactLog
 from trainbus.operate.history.log import FOLLOWED, Entry, entry_of
 from trainbus.operate.history.shadow import Shadow, ShadowFact, prefix
+from trainbus.operate.nats_import import aiohttp_hidden
 
 with aiohttp_hidden():
     from nats.js.errors import NotFoundError

@@ -1,4 +1,4 @@
-"""The command line's connection to the bus, when the bus is not what it should be."""
+"""An operator's connection to the bus, when the bus is not what it should be."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from services.kit.bus import Bus
 from services.kit.ports import free_ports, port_is_free
 from tests.conftest import NatsServer
 from tests.kit.support import until
-from trainbus.client import connection
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import TrainbusError
+from trainbus.operate import connection
 
 
 def address(url: str) -> StackAddress:

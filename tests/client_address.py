@@ -1,0 +1,26 @@
+"""The address of a stack for clients: a gateway on a test's own NATS and S3."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.gateway.settings import GatewaySettings
+from services.kit.settings import Settings
+from tests.gateway.conftest import running
+from trainbus.client.address import StackAddress
+
+
+@asynccontextmanager
+async def serve_clients(settings: Settings) -> AsyncIterator[StackAddress]:
+    """Run a gateway and yield the address of its stack."""
+    async with running(GatewaySettings(**{**settings.model_dump(), "gateway_port": 0})) as up:
+        secret = settings.s3_secret_key
+        yield StackAddress(
+            nats_url=settings.nats_url,
+            s3_endpoint=settings.s3_endpoint,
+            s3_access_key=settings.s3_access_key,
+            s3_secret_key=secret.get_secret_value() if secret else None,
+            gateway_url=f"http://127.0.0.1:{up.service.gateway_port}",
+            data_dir=settings.data_dir,
+        )

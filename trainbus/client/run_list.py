@@ -1,0 +1,162 @@
+"""Runs and nodes as the gateway's read model lists them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+from contracts.events.run import CheckpointRef
+from contracts.state.node import NodeDrain
+from contracts.state.run import STATES, TERMINAL_STATES
+from trainbus.client.connection import Connection
+from trainbus.client.run_filter import RunFilter
+from trainbus.client.views import AWAITING, NodeView, RunView
+
+#: Ended runs that a list holds unless all are asked for.
+MAX_ENDED_RUNS = 20
+#: Runs in one answer.
+PAGE = 500
+LIVE_STATES = tuple(state for state in STATES if state not in TERMINAL_STATES)
+
+
+async def list_runs(connection: Connection, *, include_ended: bool, matching: RunFilter | None = None) -> list[RunView]:
+    """Return the runs in the order of their requests: those that have not ended and the newest that have, or all.
+
+    Without ``include_ended``, the evaluations that have ended are left out: their runs have the results. Requests that
+    the scheduler has not answered are among the runs.
+    """
+    chosen = matching or RunFilter()
+    if include_ended:
+        views = [view async for view in _read_pages(connection, chosen, {})]
+    else:
+        live, ended = await asyncio.gather(
+            _take(_read_pages(connection, chosen, {"state": LIVE_STATES}), None),
+            _take(
+                _read_pages(connection, chosen, {"state": TERMINAL_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}),
+                MAX_ENDED_RUNS,
+            ),
+        )
+        views = sorted([*live, *ended], key=lambda view: (view.requested_at or datetime.min, view.run_id), reverse=True)
+        views = views[: chosen.limit]
+    requested = [view for view in views if view.state == "requested"]
+    if requested:
+        reason = await explain_requested(connection, requested[0].run_id)
+        for view in requested:
+            view.reason = reason
+    return views[::-1]
+
+
+async def _read_pages(connection: Connection, chosen: RunFilter, params: Mapping[str, Any]) -> AsyncIterator[RunView]:
+    """Yield the runs that are meant, newest first; of many, no more pages are read than ``chosen.limit`` needs."""
+    wanted = {"limit": min(PAGE, chosen.limit or PAGE), **chosen.to_params(), **params}
+    found = 0
+    while True:
+        page = await connection.get("/training-runs", wanted)
+        for view in map(read_summary, page["runs"]):
+            if not chosen.matches(view):
+                continue
+            yield view
+            found += 1
+            if found == chosen.limit:
+                return
+        if page["next_cursor"] is None:
+            return
+        wanted["cursor"] = page["next_cursor"]
+
+
+async def _take(views: AsyncIterator[RunView], count: int | None) -> list[RunView]:
+    found: list[RunView] = []
+    async for view in views:
+        found.append(view)
+        if len(found) == count:
+            break
+    return found
+
+
+async def find_run(connection: Connection, name: str) -> str:
+    """Return the id of the run that ``name`` means: an id, the unique start of one, or a run's name.
+
+    Raises:
+        NotFoundError: there is none (the message has the closest names) or more than one.
+    """
+    return str((await read_detail(connection, name))["run_id"])
+
+
+async def read_detail(connection: Connection, name: str) -> dict[str, Any]:
+    """Return what the read model knows of the run that ``name`` means. Raises as ``find_run`` does."""
+    found = await connection.get(f"/training-runs/{quote(name, safe='')}")
+    assert isinstance(found, dict)
+    return found
+
+
+async def explain_requested(connection: Connection, run_id: str) -> str:
+    """Return why a run is not accepted yet."""
+    return str((await connection.get(f"/training-runs/{run_id}/why"))["message"])
+
+
+async def list_nodes(connection: Connection) -> list[NodeView]:
+    """Return the nodes and what runs on them, in the order of their names."""
+    return [read_node(each) for each in (await connection.get("/nodes"))["nodes"]]
+
+
+def read_summary(found: Mapping[str, Any]) -> RunView:
+    """Return a run from how the gateway lists it."""
+    taken = (
+        "run_id", "name", "kind", "state", "user", "team", "priority", "generation", "failures", "step", "total_steps",
+        "epoch", "samples_consumed", "dataset_id", "model", "experiment", "parent_run_id", "evaluates",
+        "mlflow_run_id", "mlflow_experiment_id", "inexact_since",
+    )  # fmt: skip
+    view = RunView(**{name: found[name] for name in taken})
+    for name in ("exactness", "exactness_reason"):
+        setattr(view, name, found[name] or "")
+    slots, waiting, evaluation = found["slots"], found["waiting"], found["evaluation"] or {}
+    view.slots_min, view.slots_max, view.slots_got = slots["min"], slots["max"], slots["got"]
+    view.requested_at, view.ended_at = _read_time(found["requested_at"]), _read_time(found["ended_at"])
+    view.reason = found["reason"] or (waiting["message"] if waiting is not None else "")
+    view.params, view.nodes, view.resizes = found["params"], tuple(found["nodes"]), tuple(found["sizes"])
+    view.metrics = _read_metrics(found["metrics"])
+    view.evaluation = _read_metrics(evaluation.get("metrics") or {})
+    view.champion = _read_metrics(evaluation.get("champion_metrics") or {})
+    view.metric = found["evaluation_metric"]
+    view.verdict, view.verdict_reason = _describe_verdict(found), found["verdict_reason"] or ""
+    if (last := found["last_checkpoint"]) is not None:
+        ref = CheckpointRef.model_validate(last)
+        view.checkpoints[ref.uri] = ref
+    return view
+
+
+def _describe_verdict(found: Mapping[str, Any]) -> str:
+    match found["verdict"]:
+        case "promoted":
+            return f"champion v{found['model_version']}"
+        case "not_promoted":
+            return "not promoted"
+        case str(verdict) if verdict.startswith(f"{AWAITING}_"):
+            return verdict.replace("_", " ", 1)
+        case _:
+            return ""
+
+
+def read_node(found: Mapping[str, Any]) -> NodeView:
+    """Return a node from how the gateway lists it."""
+    taken = (
+        "node_id", "state", "slots", "accelerator", "address", "memory_bytes", "incarnation", "machine_digest",
+        "run_names",
+    )  # fmt: skip
+    view = NodeView(**{name: found[name] for name in taken})
+    view.joined_at, view.reason = _read_time(found["joined_at"]), found["reason"] or ""
+    view.drain = None if found["drain"] is None else NodeDrain.model_validate(found["drain"])
+    view.busy = {each["slot"]: (each["run_id"], each["rank"]) for each in found["busy"]}
+    return view
+
+
+def _read_metrics(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics whose NaN and infinity travel as text."""
+    return {name: float(value) for name, value in found.items()}
+
+
+def _read_time(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)

@@ -49,6 +49,7 @@ from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding.core.manifest import link_name
+from tests.client_address import serve_clients
 from trainbus.client import dataset_verification
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
@@ -400,13 +401,14 @@ def test_names_of_datasets(name: str, finds: int) -> None:
 # -- the commands ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def address(s3_settings: Settings) -> StackAddress:
+@pytest_asyncio.fixture
+async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
     class Own(StackAddress):
         def settings(self) -> Settings:
             return s3_settings
 
-    return Own(s3_settings.nats_url, s3_settings.s3_endpoint, None, None)
+    async with serve_clients(s3_settings) as served:
+        yield Own("", s3_settings.s3_endpoint, None, None, gateway_url=served.gateway_url)
 
 
 @pytest_asyncio.fixture

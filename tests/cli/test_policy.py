@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+import pytest_asyncio
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -15,8 +16,10 @@ from contracts.events.capacity import PolicyAdopted
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.scheduler import policies
+from tests.client_address import serve_clients
 from tests.scheduler.test_policy_adoption import ADOPTED, FIFO, SKIP, started
 from tests.scheduler.test_shell import COMMAND, join, request, until
+from trainbus.client.address import StackAddress
 from trainbus.commands.main import app
 from trainbus.commands.policy import load_policy
 
@@ -24,8 +27,8 @@ from trainbus.commands.policy import load_policy
 class CommandLine:
     """The ``trainbus`` command against one bus."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._environment = {"TRAINBUS_NATS_URL": settings.nats_url, "COLUMNS": "200"}
+    def __init__(self, address: StackAddress) -> None:
+        self._environment = {"TRAINBUS_GATEWAY_URL": address.gateway_url, "COLUMNS": "200"}
 
     async def run(self, *args: str, answer: str = "") -> Result:
         def invoke() -> Result:
@@ -39,9 +42,10 @@ class CommandLine:
         return json.loads(result.stdout)
 
 
-@pytest.fixture
-def line(settings: Settings) -> CommandLine:
-    return CommandLine(settings)
+@pytest_asyncio.fixture
+async def line(settings: Settings, bus: Bus) -> AsyncIterator[CommandLine]:
+    async with serve_clients(settings) as address:
+        yield CommandLine(address)
 
 
 async def test_a_policy_is_shown_compared_and_adopted(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,19 +25,19 @@ async def store(bus: Bus, raw: RawMessage = RAW) -> int:
     return (await bus.js.publish(subject, body, headers=headers)).seq
 
 
-def client_of(bus: Bus) -> Any:
-    return SimpleNamespace(connection=Connection(bus.nc))
+def operator_of(bus: Bus) -> Connection:
+    return Connection(bus.nc)
 
 
 async def test_a_dead_letter_is_listed_and_shown_with_what_it_was(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
-    await dead_letters.ls(client_of(bus))
+    await dead_letters.ls(operator_of(bus))
     assert capsys.readouterr().out == "there are no dead letters\n"
     sequence = await store(bus)
-    await dead_letters.ls(client_of(bus), "sharding")
+    await dead_letters.ls(operator_of(bus), "sharding")
     assert "no such [red]column[/]" in capsys.readouterr().out
-    await dead_letters.ls(client_of(bus), "tracking", as_json=True)
+    await dead_letters.ls(operator_of(bus), "tracking", as_json=True)
     assert json.loads(capsys.readouterr().out) == []
-    await dead_letters.show(client_of(bus), sequence, as_json=True)
+    await dead_letters.show(operator_of(bus), sequence, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     assert (shown["subject"], shown["stream"], shown["stream_sequence"]) == ("run.r1.accepted", "FACTS", 7)
     assert shown["headers"] == {"ce-id": "a", "Nats-Msg-Id": "m"}
@@ -51,24 +49,24 @@ async def test_dropping_deletes_and_a_service_that_is_away_is_named(
 ) -> None:
     sequence = await store(bus)
     with pytest.raises(TrainbusError, match="consumer 'sharding' does not answer"):
-        await dead_letters.retry(client_of(bus), [sequence])
-    await dead_letters.drop(client_of(bus), [sequence], yes=True)
+        await dead_letters.retry(operator_of(bus), [sequence])
+    await dead_letters.drop(operator_of(bus), [sequence], yes=True)
     with pytest.raises(TrainbusError, match=f"no dead letter {sequence}"):
-        await dead_letters.drop(client_of(bus), [sequence], yes=True)
+        await dead_letters.drop(operator_of(bus), [sequence], yes=True)
     assert capsys.readouterr().out == f"{sequence}: dropped\n"
 
 
 async def test_all_of_a_consumer_are_retried_and_dropped(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = await store(bus), await store(bus, replace(RAW, sequence=8))
     with pytest.raises(TrainbusError) as error:
-        await dead_letters.retry(client_of(bus), every=True)
+        await dead_letters.retry(operator_of(bus), every=True)
     assert [f"dead letter {each} was not retried" in str(error.value) for each in (first, second)] == [True, True]
-    await dead_letters.drop(client_of(bus), yes=True, every=True, consumer="tracking")
-    await dead_letters.drop(client_of(bus), yes=True, every=True, consumer="sharding")
+    await dead_letters.drop(operator_of(bus), yes=True, every=True, consumer="tracking")
+    await dead_letters.drop(operator_of(bus), yes=True, every=True, consumer="sharding")
     assert capsys.readouterr().out == f"{first}: dropped\n{second}: dropped\n"
     for wrong in ({}, {"sequences": [1], "every": True}, {"sequences": [1], "consumer": "sharding"}):
         with pytest.raises(UsageError, match="or --all"):
-            await dead_letters.drop(client_of(bus), yes=True, **wrong)
+            await dead_letters.drop(operator_of(bus), yes=True, **wrong)
 
 
 @pytest.mark.parametrize(

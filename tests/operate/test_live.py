@@ -31,6 +31,7 @@ from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.app import SchedulerSettings
+from tests.client_address import serve_clients
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
 from trainbus.client.address import StackAddress
@@ -222,7 +223,7 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
 
 
 async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys: Any, tmp_path: Path) -> None:
-    async with AsyncClient(address=address(settings)) as client:
+    async with serve_clients(settings) as served, AsyncClient(address=served) as client:
         with pytest.raises(TrainbusError, match="no scheduler has adopted"):
             await policy.show(client)
         async with running(settings):
@@ -251,14 +252,14 @@ async def test_why_at_repeats_the_answer_of_why(settings: Settings, bus: Bus, ca
         await bus.publish(RunStarted(run_id=first, generation=1, node_id="n1"))
         await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
         await until(bus, f"run.{second}.placed")
-    async with AsyncClient(address=address(settings)) as client:
+    async with serve_clients(settings) as served, AsyncClient(address=served) as client:
         await runs.why(client, second, then.isoformat(), as_json=True)
     answer = json.loads(capsys.readouterr().out)
     for name in ("state", "code", "message", "slots_min"):
         assert answer[name] == said[name], name
     assert answer["sequence"] == entries[-1].sequence
     assert first in answer["message"]
-    async with AsyncClient(address=address(settings)) as client:
+    async with serve_clients(settings) as served, AsyncClient(address=served) as client:
         await runs.why(client, second, then.isoformat(), as_json=False)
     text = capsys.readouterr().out
     assert "was queued at" in text
@@ -266,8 +267,8 @@ async def test_why_at_repeats_the_answer_of_why(settings: Settings, bus: Bus, ca
 
 
 async def shadow(settings: Settings, during: str | None = None) -> None:
-    async with AsyncClient(address=address(settings)) as client:
-        await scheduler.shadow(client, "fifo-skip", during=during, as_json=True)
+    async with connect(address(settings)) as bus:
+        await scheduler.shadow(bus, "fifo-skip", during=during, as_json=True)
 
 
 async def test_a_shadow_follows_the_service_and_publishes_apart(settings: Settings, bus: Bus, capsys: Any) -> None:

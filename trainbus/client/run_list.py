@@ -19,7 +19,8 @@ from trainbus.client.views import AWAITING, NodeView, RunView
 MAX_ENDED_RUNS = 20
 #: Runs in one answer.
 PAGE = 500
-LIVE_STATES = tuple(state for state in STATES if state not in TERMINAL_STATES)
+LIVE_STATES = [state for state in STATES if state not in TERMINAL_STATES]
+ENDED_STATES = [state for state in STATES if state in TERMINAL_STATES]
 
 
 async def list_runs(connection: Connection, *, include_ended: bool, matching: RunFilter | None = None) -> list[RunView]:
@@ -35,7 +36,7 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
         live, ended = await asyncio.gather(
             _take(_read_pages(connection, chosen, {"state": LIVE_STATES}), None),
             _take(
-                _read_pages(connection, chosen, {"state": TERMINAL_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}),
+                _read_pages(connection, chosen, {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}),
                 MAX_ENDED_RUNS,
             ),
         )

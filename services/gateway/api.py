@@ -50,7 +50,7 @@ from services.gateway.policy_routes import policy_routes
 from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import NotFound, Row
-from services.gateway.run_lookup import find_run
+from services.gateway.run_lookup import fetch_run, find_run
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
@@ -92,7 +92,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(_requests(service, commands, projection))
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
-    app.include_router(file_routes(projection, files, find))
+    app.include_router(file_routes(projection, files))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(event_routes(service, commands, _json_body))
@@ -102,15 +102,6 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(policy_routes(service.bus, commands, _json_body))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
     return app
-
-
-async def find(projection: Projection, reference: str) -> Row:
-    """The run, waiting briefly for the read model if it is not there: it may have been published just now."""
-    try:
-        return await find_run(projection.store, reference)
-    except NotFound:
-        await projection.catch_up()
-        return await find_run(projection.store, reference)
 
 
 # -- runs -----------------------------------------------------------------------
@@ -140,7 +131,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         known: Row | None = None
         if key:
             with suppress(NotFound):
-                known = await find_run(store, run_id)
+                known = await fetch_run(store, run_id)
             if known is not None and not same_request(known, train):
                 raise KeyReused(key)
         response.headers["Location"] = f"/training-runs/{run_id}"
@@ -185,7 +176,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.AcceptedRequest)
     async def cancel(run: str, key: Key = None, reason: Reason = "cancelled by request") -> views.AcceptedRequest:
         """Stop a run for good. Its checkpoints stay."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         if row["state"] in TERMINAL_STATES:
             raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
         request = CancelRequested(run_id=row["run_id"], reason=reason)
@@ -226,7 +217,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     )
     async def restore(run: str, epoch: int, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Start a new run from the last checkpoint of an epoch. History is not rewritten."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         epochs = await restorable(row["run_id"])
         if epoch not in epochs:
             await projection.catch_up()
@@ -237,7 +228,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         envelope = commands.envelope(RestoreRequested, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
         with suppress(NotFound):
-            known = await find_run(store, run_id) if key else None
+            known = await fetch_run(store, run_id) if key else None
             # A training asked for under the same key is this very run.
             if key and known is not None and known["parent_run_id"] != row["run_id"]:
                 raise KeyReused(key)
@@ -322,7 +313,7 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     @router.get("/training-runs/{run}", response_model=views.RunDetail)
     async def get_run(run: str) -> views.RunDetail:
         """Everything about one run."""
-        return await queries.run_detail(store, await find(projection, run))
+        return await queries.run_detail(store, await find_run(projection, run))
 
     @router.get("/training-runs/{run}/curves", response_model=views.Curves)
     async def get_curves(
@@ -331,24 +322,24 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         max_points: Annotated[int, Query(ge=2, le=10_000)] = 500,
     ) -> views.Curves:
         """Metric curves without what was trained twice, thinned for plotting."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         return await queries.curves(store, row["run_id"], name or [], max_points)
 
     @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
     async def get_checkpoints(run: str) -> views.Checkpoints:
         """Committed checkpoints, oldest first."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         found = await queries.checkpoints(store, row["run_id"])
         return views.Checkpoints(checkpoints=found, best=queries.find_best_checkpoint(row, found))
 
     @router.get("/training-runs/{run}/why", response_model=views.Why)
     async def get_why(run: str) -> dict[str, Any]:
         """Why the run is where it is, by the scheduler's answer."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         if row["state"] not in TERMINAL_STATES and (answer := await commands.ask_scheduler(row)) is not None:
             return answer
         await projection.catch_up()
-        return recorded_why(await find_run(store, row["run_id"]))
+        return recorded_why(await fetch_run(store, row["run_id"]))
 
     return router
 
@@ -363,7 +354,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Encode, route: str
     ) -> Response:
         async def is_finished() -> bool:
-            return done(await find_run(store, row["run_id"]))
+            return done(await fetch_run(store, row["run_id"]))
 
         events = EventStream(bus, stream, (subject,), after, is_finished, encode, route)
         if await events.is_exhausted():
@@ -399,7 +390,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         run: str, follow: Follow = True, last_event_id: LastEventId = 0, limit: RangeLimit = 1000
     ) -> Any:
         """Metric points as server-sent events ``metrics``: all there are, then live, then ``end``."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         subject = subjects.progress(row["run_id"])
         if follow:
             return await respond(
@@ -417,7 +408,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         tail: Annotated[int | None, Query(ge=1, le=MAX_RANGE, description="without follow: the last lines")] = None,
     ) -> Any:
         """Output lines of all ranks as server-sent events ``log``."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         subject = subjects.log(row["run_id"])
         if follow:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
@@ -431,7 +422,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         run: str, follow: Follow = True, last_event_id: LastEventId = 0, limit: RangeLimit = 1000
     ) -> Any:
         """The run's facts as server-sent events named after the fact; ends with the verdict, if one is due."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         if follow:
             subject = subjects.run(row["run_id"])
             return await respond(
@@ -519,4 +510,4 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
     return router
 
 
-__all__ = ["build_api", "find"]
+__all__ = ["build_api"]

@@ -25,6 +25,7 @@ from services.gateway import queries, views
 from services.gateway.core.rows import Checkpoint
 from services.gateway.projection import Projection
 from services.gateway.queries import Row
+from services.gateway.run_lookup import find_run
 from services.kit.chunks import read_piece
 from services.kit.concurrency import cancel_and_wait
 from services.kit.messages import TransientError
@@ -44,7 +45,6 @@ Range = Annotated[str | None, Header(alias="Range", description="one range of by
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
 Read = Callable[[int, int], AsyncIterator[bytes]]
 #: Returns the row of the run that a name means.
-FindRun = Callable[[Projection, str], Awaitable[Row]]
 
 
 class RunFiles:
@@ -105,12 +105,12 @@ class RunFiles:
             yield bytes(received)
 
 
-def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRouter:
+def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
     """Return the routes of checkpoints' files, artifacts and code."""
     router, store = APIRouter(), projection.store
 
     async def find_checkpoint(run: str, mark: str) -> tuple[Row, Checkpoint]:
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         for is_last_try in (False, True):
             known = [each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None]
             found = select_checkpoint(row, known, mark)
@@ -170,7 +170,7 @@ def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRo
     @router.get("/training-runs/{run}/artifacts", response_model=views.Artifacts)
     async def get_artifacts(run: str) -> views.Artifacts:
         """The artifacts of a run."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         base = f"/training-runs/{row['run_id']}/artifacts/"
         listed = [
             views.RunFile(
@@ -183,11 +183,11 @@ def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRo
     @router.get("/training-runs/{run}/artifacts/{name:path}", response_class=Response)
     async def get_artifact(run: str, name: str, wanted: Range = None) -> Response:
         """One artifact of a run."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         if not any(each["name"] == name for each in row["artifacts"]):
             # The run may have ended a moment ago.
             await projection.catch_up()
-            row = await find(projection, run)
+            row = await find_run(projection, run)
         found = next((each for each in row["artifacts"] if each["name"] == name), None)
         if found is None:
             names = ", ".join(each["name"] for each in row["artifacts"]) or "none"
@@ -201,7 +201,7 @@ def file_routes(projection: Projection, files: RunFiles, find: FindRun) -> APIRo
     @router.get("/training-runs/{run}/code", response_class=Response)
     async def get_code(run: str) -> Response:
         """The code package of a run: a gzipped tar."""
-        row = await find(projection, run)
+        row = await find_run(projection, run)
         code = (row["spec"] or {}).get("code")
         if code is None:
             raise HTTPException(404, f"run {row['run_id']} has no code package")

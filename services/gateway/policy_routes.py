@@ -43,7 +43,7 @@ def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], A
         event, _ = commands.parse(AdoptPolicyRequested, await read_body(request), "")
         found = await commands.diff_policy(event.policy)
         if found is None:
-            raise HTTPException(503, "no scheduler answers: try again, or see `trainbus doctor`")
+            raise HTTPException(503, "no scheduler of this version answers: try again")
         if "error" in found:
             raise HTTPException(422, found["error"])
         return found

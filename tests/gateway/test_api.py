@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import sqlite3
+import threading
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
@@ -230,14 +231,49 @@ async def test_references(gateway: Running, bus: Bus) -> None:
     for reference, run_id in (("rabc1", "rabc1"), ("one", "rabc1"), ("rx", "rxyz")):
         assert (await gateway.get(f"/training-runs/{reference}"))["run_id"] == run_id
     assert (await gateway.client.get("/training-runs/on")).json()["run_id"] == "rabc1"
-    for reference in ("rabc", "two", "t"):
+    newest = await gateway.get("/training-runs/two")
+    assert newest["run_id"] == "rxyz"
+    for reference in ("rabc", "t"):
         answer = await gateway.client.get(f"/training-runs/{reference}")
         assert (answer.status_code, len(answer.json()["candidates"])) == (409, 2)
+    assert "'rabc' is the start of 2 runs; give more of it:" in (await gateway.client.get("/training-runs/rabc")).text
     missing = await gateway.client.get("/training-runs/nothing")
     assert (missing.status_code, "nothing" in missing.json()["detail"]) == (404, True)
     mistyped = await gateway.client.get("/training-runs/onee")
     assert mistyped.json()["detail"].endswith("did you mean one?")
     assert mistyped.json()["candidates"] == ["one"]
+
+
+async def test_a_run_is_not_taken_for_the_one_whose_id_its_name_is(gateway: Running, bus: Bus) -> None:
+    """A request under a key is looked up by its id alone."""
+    run_id = run_id_for("trainbus/gateway", "k1")
+    for name in (run_id, f"{run_id}-b"):
+        spec = SPEC.model_copy(update={"name": name})
+        await publish(bus, RunAccepted(run_id=f"r{name[-1]}", spec=spec, request_id=name, request_source="t"))
+    assert (await gateway.get(f"/training-runs/{run_id}"))["name"] == run_id
+    answer = await gateway.client.post(
+        "/training-runs", json={"name": "own", "command": ["true"]}, headers={"Idempotency-Key": "k1"}
+    )
+    assert (answer.status_code, answer.json()["run_id"]) == (202, run_id)
+
+
+async def test_similar_names_are_looked_for_once_and_beside_the_loop(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared_in = []
+
+    def compare(*_: Any) -> list[str]:
+        compared_in.append(threading.current_thread())
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", compare)
+    assert (await gateway.client.get("/training-runs/nothing")).status_code == 404
+    (thread,) = compared_in
+    assert thread is not threading.current_thread()
+    await gateway.client.post(
+        "/training-runs", json={"name": "own", "command": ["true"]}, headers={"Idempotency-Key": "k2"}
+    )
+    assert len(compared_in) == 1
 
 
 async def test_every_error_is_a_problem_document(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:

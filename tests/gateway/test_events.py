@@ -1,0 +1,155 @@
+"""Every event of the bus by HTTP, and any request onto it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from contracts.base import ingestion_id_for, request_id_for, run_id_for, study_id_for
+from contracts.events import REQUESTS
+from contracts.events.node import NodeJoined
+from contracts.events.run import RunAccepted, RunQueued
+from services.kit.bus import Bus
+from tests.gateway.conftest import RUN, SPEC, Running, progress
+
+RANGE = "/events?follow=false"
+SOURCE = "trainbus/gateway"
+STUDY = {"run": {"name": "s", "command": ["true"]}, "space": {"x": [1, 2]}, "metrics": ["loss"]}
+
+
+async def tell(bus: Bus) -> None:
+    await bus.publish(RunAccepted(run_id=RUN, spec=SPEC, request_id="q", request_source="t"))
+    await bus.publish(NodeJoined(node_id="n1", incarnation="i", address="a", slots=2, lease_ttl_s=3))
+    await bus.publish(RunQueued(run_id=RUN, next_generation=1))
+
+
+async def test_events_are_cloud_events_in_the_order_of_the_log(gateway: Running, bus: Bus) -> None:
+    await tell(bus)
+    found = await gateway.get(RANGE)
+    assert [each["type"] for each in found["events"]] == [
+        "trainbus.run.accepted.v1",
+        "trainbus.node.joined.v1",
+        "trainbus.run.queued.v1",
+    ]
+    assert [each["sequence"] for each in found["events"]] == [1, 2, 3]
+    assert (found["last_event_id"], found["has_more"]) == (3, False)
+    (joined,) = (await gateway.get(f"{RANGE}&subject=node.>"))["events"]
+    assert (joined["specversion"], joined["natssubject"], joined["source"]) == (
+        "1.0",
+        "node.n1.joined",
+        "trainbus/test",
+    )
+    assert joined["data"]["slots"] == 2
+
+
+async def test_a_range_goes_on_where_another_ended(gateway: Running, bus: Bus) -> None:
+    await tell(bus)
+    first = await gateway.get(f"{RANGE}&limit=2")
+    assert (len(first["events"]), first["has_more"]) == (2, True)
+    rest = await gateway.get(f"{RANGE}&limit=2", headers={"Last-Event-ID": str(first["last_event_id"])})
+    assert ([each["sequence"] for each in rest["events"]], rest["has_more"]) == ([3], False)
+    nothing = await gateway.get(RANGE, headers={"Last-Event-ID": "3"})
+    assert (nothing["events"], nothing["last_event_id"]) == ([], 3)
+
+
+async def test_the_last_events_are_found_from_the_end(gateway: Running, bus: Bus) -> None:
+    assert (await gateway.get(f"{RANGE}&tail=1"))["last_event_id"] == 0
+    await tell(bus)
+    for path, sequences in {
+        "&tail=2": [2, 3],
+        "&tail=1&subject=run.>": [3],
+        "&tail=5&subject=run.>": [1, 3],
+        "&tail=1&subject=node.n1.joined": [2],
+        "&tail=1&subject=run.*.accepted&subject=node.>": [2],
+        "&tail=0": [],
+        "&tail=1&subject=model.>": [],
+    }.items():
+        found = await gateway.get(RANGE + path)
+        assert [each["sequence"] for each in found["events"]] == sequences, path
+        assert found["last_event_id"] == 3 or sequences == [2], path
+    await bus.publish(progress(1, range(1, 4), loss=lambda step: float(step)))
+    (reported,) = (await gateway.get(f"{RANGE}&stream=progress&tail=1"))["events"]
+    assert reported["type"] == "trainbus.run.progress.v1"
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("subject=run.>&subject=run.*.queued", "overlap"),
+        ("subject=progress.run.r1", "is not on this stream"),
+        ("subject=run..x", "subject"),
+        ("stream=shadow", "stream"),
+        ("tail=-1", "tail"),
+        ("limit=0", "limit"),
+    ],
+)
+async def test_what_cannot_be_asked_is_said(gateway: Running, bus: Bus, query: str, said: str) -> None:
+    answer = await gateway.client.get(f"/events?{query}")
+    assert answer.status_code == 422
+    assert said in answer.json()["detail"]
+
+
+async def test_a_stream_of_events_goes_on_after_a_break_with_nothing_lost_or_doubled(
+    gateway: Running, bus: Bus
+) -> None:
+    await tell(bus)
+    seen: list[int] = []
+
+    async def listen(count: int, **headers: str) -> None:
+        async with gateway.client.stream("GET", "/events?subject=run.>", headers=headers) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    seen.append(json.loads(line.removeprefix("data: "))["sequence"])
+                if len(seen) == count:
+                    return
+
+    async with asyncio.timeout(60):
+        await listen(1)
+        listening = asyncio.create_task(listen(3, **{"Last-Event-ID": str(seen[-1])}))
+        await bus.publish(RunAccepted(run_id="other", spec=SPEC, request_id="q2", request_source="t"))
+        await listening
+    assert seen == [1, 3, 4]
+
+
+async def post(gateway: Running, kind: str, body: Any, key: str = "k") -> httpx.Response:
+    return await gateway.client.post(f"/requests/{kind}", json=body, headers={"Idempotency-Key": key})
+
+
+async def test_any_request_is_published_and_says_what_it_leads_to(gateway: Running, bus: Bus) -> None:
+    for kind, body, field, made in (
+        ("restore.requested", {"run_id": RUN, "step": 5}, "run_id", run_id_for),
+        ("ingest.requested", {"data": {"source": "s3://lake/digits/"}}, "ingestion_id", ingestion_id_for),
+        (
+            "tune.requested",
+            {"run": {"name": "s", "command": ["true"]}, "space": {"x": [1, 2]}, "metrics": ["loss"]},
+            "study_id",
+            study_id_for,
+        ),
+        ("scrub.requested", {"run_id": RUN}, "", None),
+    ):
+        answer = await post(gateway, kind, body)
+        assert answer.status_code == 202, answer.text
+        found = answer.json()
+        ids = {name: found[name] for name in ("run_id", "study_id", "ingestion_id") if found[name] is not None}
+        assert ids == ({field: made(SOURCE, "k")} if made else {})
+        stored = await bus.get_message(found["sequence"], "REQUESTS")
+        assert stored is not None
+        assert (stored.subject, stored.envelope.id, stored.envelope.source) == (kind, "k", SOURCE)
+        refusal = request_id_for(SOURCE, stored.envelope.type, "k")
+        assert found["refusal"] == f"request.{refusal}.refused"
+        assert (await post(gateway, kind, body)).json()["duplicate"] is True
+
+
+async def test_a_request_that_is_none_is_refused_with_what_to_change(gateway: Running, bus: Bus) -> None:
+    unknown = await post(gateway, "destroy.requested", {})
+    assert unknown.status_code == 404
+    assert all(kind.subject_filter() in unknown.json()["detail"] for kind in REQUESTS)
+    invalid = await post(gateway, "cancel.requested", {"run": "r1"})
+    assert invalid.status_code == 422
+    assert {each["field"] for each in invalid.json()["problems"]} >= {"run_id", "run"}
+    assert await bus.read_history(stream="REQUESTS") == []

@@ -155,7 +155,7 @@ def _check_installation() -> None:
     if any(importlib.util.find_spec(name) is None for name in ("fcntl", "faststream", "torch")):
         raise UsageError(
             "only the client is installed here: pip install 'trainbus[all]' (Linux or macOS) for a stack of your own, "
-            "or set TRAINBUS_NATS_URL and TRAINBUS_GATEWAY_URL to one that runs elsewhere"
+            "or set TRAINBUS_GATEWAY_URL to one that runs elsewhere"
         )
 
 

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.shell]
 ROOT = Path(__file__).parent.parent.parent
 MAX_CLIENT_BYTES = 60_000_000
 #: What no client may bring: each is larger than all of it may be, or belongs to a service.
-HEAVY = {"torch", "numpy", "pyarrow", "mlflow", "aioboto3", "botocore", "faststream", "fastapi", "sqlalchemy", "polars"}
+HEAVY = {
+    "torch", "numpy", "pyarrow", "mlflow", "aioboto3", "botocore", "faststream", "fastapi", "nats-py",
+    "sqlalchemy", "polars",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def test_the_client_submits_and_follows(client: Path, stack: StackInfo, tmp_path
     project = tmp_path / "hello"
     project.mkdir()
     (project / "train.py").write_text("print('trained', flush=True)\n")
-    elsewhere = plain_environment(TRAINBUS_NATS_URL=stack.nats_url, TRAINBUS_GATEWAY_URL=stack.gateway_url)
+    elsewhere = plain_environment(TRAINBUS_GATEWAY_URL=stack.gateway_url)
 
     def trainbus(*arguments: str) -> str:
         command = [str(client / "bin" / "python"), "-m", "trainbus", *arguments]
@@ -139,13 +142,15 @@ def test_the_client_submits_and_follows(client: Path, stack: StackInfo, tmp_path
     trainbus("submit", "hello", "--command", "python train.py", "--follow")
     assert "completed" in trainbus("ps")
     assert "trained" in trainbus("logs", "hello")
-    refused = subprocess.run(
-        [str(client / "bin" / "python"), "-m", "trainbus", "up"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=elsewhere,
-        cwd=tmp_path,
-    )
-    assert refused.returncode == 2
-    assert "pip install 'trainbus[all]'" in refused.stderr
+    trainbus("doctor")
+    for arguments, extra in ((("up",), "all"), (("dead-letters", "ls"), "operate"), (("scheduler",), "operate")):
+        refused = subprocess.run(
+            [str(client / "bin" / "python"), "-m", "trainbus", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=elsewhere,
+            cwd=tmp_path,
+        )
+        assert refused.returncode == 2
+        assert f"pip install 'trainbus[{extra}]'" in refused.stderr

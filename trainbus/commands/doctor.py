@@ -32,7 +32,7 @@ from trainbus.client.address import (
 )
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
-from trainbus.commands.options import run
+from trainbus.commands.options import open_bus, run
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.layout import AUTOSCALER, SERVICES, WORKER
 from trainbus.embedded.servers import ServerError, find_binary
@@ -185,7 +185,12 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
         where = f" --data-dir {given}" if given is not None else ""
         yield CheckResult("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
         return
-    nats = _tcp("NATS", address)
+    if not address.nats_url:
+        nats = CheckResult("NATS", "note", "not known here: the services are not asked", "set TRAINBUS_NATS_URL")
+    elif importlib.util.find_spec("nats") is None:
+        nats = CheckResult("NATS", "note", "the services cannot be asked", "pip install 'trainbus[operate]'")
+    else:
+        nats = _tcp("NATS", address)
     yield nats
     yield _s3(address)
     stack = read_stack(folder) if address.data_dir is not None else None
@@ -206,11 +211,9 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
 
 async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResult]:
     """Check by the bus each service that was not checked by its own page."""
-    from trainbus.operate.connection import connect
-
     names = sorted({*SERVICES, *topology.SERVICES} - {*checked, WORKER})
     try:
-        async with connect(address) as connection:
+        async with open_bus(address) as connection:
             needed = {*SERVICES, *([AUTOSCALER] if await _has_pools(connection) else [])}
             found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
             # What a stack on this machine was started with is not its operator's choice.

@@ -7,6 +7,7 @@ import getpass
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
@@ -17,6 +18,7 @@ from annotated_types import Ge, Le
 from trainbus.client.errors import UsageError
 
 if TYPE_CHECKING:
+    from trainbus.client.address import StackAddress
     from trainbus.client.client import AsyncClient
     from trainbus.operate.connection import Connection
 
@@ -95,13 +97,25 @@ def with_client(data_dir: Path | None, work: Callable[[AsyncClient], Awaitable[T
 def with_bus(data_dir: Path | None, work: Callable[[Connection], Awaitable[T]]) -> T:
     """Connect to the stack's NATS, as an operator's tools do, run ``work`` with it and return its result."""
     from trainbus.client.address import find_address
-    from trainbus.operate.connection import connect
 
     async def run_connected() -> T:
-        async with connect(find_address(data_dir)) as bus:
+        async with open_bus(find_address(data_dir)) as bus:
             return await work(bus)
 
     return run(run_connected())
+
+
+def open_bus(address: StackAddress) -> AbstractAsyncContextManager[Connection]:
+    """Return a connection to a stack's NATS, to be opened.
+
+    Raises:
+        UsageError: only the client is installed here.
+    """
+    try:
+        from trainbus.operate.connection import connect
+    except ModuleNotFoundError as error:
+        raise UsageError("this command reads the bus itself: pip install 'trainbus[operate]'") from error
+    return connect(address)
 
 
 def command(

@@ -13,7 +13,7 @@ import typer
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands import render
-from trainbus.commands.options import Json, Rank, Run, command, flags_of, parse_pair, parse_param, parse_rank
+from trainbus.commands.options import Json, Rank, Run, command, flags_of, open_bus, parse_pair, parse_param, parse_rank
 from trainbus.commands.times import parse_duration, parse_since, parse_time
 
 if TYPE_CHECKING:
@@ -200,13 +200,13 @@ async def why(
 async def _print_past_reason(client: AsyncClient, name: str, at: str, *, as_json: bool) -> None:
     """Print why a run was in its state at a time in the past."""
     from trainbus.commands.progress import entries_with_bar
-    from trainbus.operate.connection import connect
-    from trainbus.operate.history.explanation import explain_past
-    from trainbus.operate.history.fact_log import BusLog
 
     time = parse_time(at, render.utc_now())
     run_id = await client.find_run(name)
-    async with connect(client.address) as bus:
+    async with open_bus(client.address) as bus:
+        from trainbus.operate.history.explanation import explain_past
+        from trainbus.operate.history.fact_log import BusLog
+
         entries = entries_with_bar(await BusLog.open(bus), f"folding up to {time:%Y-%m-%d %H:%M:%S}")
         found = await explain_past(bus, run_id, time, entries)
     if as_json:

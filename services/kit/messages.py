@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Generic, TypeVar
-
-from nats.aio.msg import Msg
-from nats.js.api import RawStreamMsg
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from contracts.base import Event
 from contracts.envelope import MAX_BODY_BYTES, Envelope, EnvelopeError, RawMessage, decode, encode
+
+# A client reads the object store with modules that import this one, and has no nats-py.
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+    from nats.js.api import RawStreamMsg
 
 E = TypeVar("E", bound=Event)
 

@@ -34,8 +34,8 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
         views = [view async for view in _read_pages(connection, chosen, {})]
     else:
         live, ended = await asyncio.gather(
-            _take(_read_pages(connection, chosen, {"state": LIVE_STATES}), None),
-            _take(
+            _read_first(_read_pages(connection, chosen, {"state": LIVE_STATES}), None),
+            _read_first(
                 _read_pages(connection, chosen, {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}),
                 MAX_ENDED_RUNS,
             ),
@@ -68,7 +68,7 @@ async def _read_pages(connection: Connection, chosen: RunFilter, params: Mapping
         wanted["cursor"] = page["next_cursor"]
 
 
-async def _take(views: AsyncIterator[RunView], count: int | None) -> list[RunView]:
+async def _read_first(views: AsyncIterator[RunView], count: int | None) -> list[RunView]:
     found: list[RunView] = []
     async for view in views:
         found.append(view)

@@ -7,6 +7,8 @@ It consists of plain files and a socket in the run's folder, so that a script in
 - ``rank_<n>.jsonl`` (rank -> agent): the rank's journal, one JSON object a line, append-only. It
   is a file so that it outlives both sides: appending never blocks a training step, a restart of the agent
   loses nothing, and the agent keeps its own offset.
+- ``stop.json`` (agent -> rank): exists once the run is asked to stop. ``stop_seen`` (rank -> agent): exists once
+  ``trainbus.should_stop()`` has answered yes in a script. From then on EXIT_DONE means stopped, not finished.
 - ``agent.sock`` (both ways, one JSON object a line): the agent sends ``stop`` and ``peer_lost``;
   a rank sends ``hello`` once, and a bare newline ("doorbell") after each urgent line of its journal. On separate
   connections, without a hello, a rank sends its ``read_plan`` (which shards it will read when) and a ``shard_request``
@@ -42,6 +44,8 @@ PARAMS_VARIABLE = "TRAINBUS_PARAMS"
 JOURNAL_VARIABLE = "TRAINBUS_JOURNAL"
 #: A file that exists once the run is asked to stop.
 STOP_FILE_VARIABLE = "TRAINBUS_STOP_FILE"
+#: An empty file beside it, which exists once a script has seen that it is to stop.
+STOP_SEEN_NAME = "stop_seen"
 #: Part of its device's memory that a rank's tensors may take, where the run has a share of the device.
 MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended as it should. Anything else is a failure.

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ _RESUME_DIR = "TRAINBUS_RESUME_DIR"
 _RESUME_STEP = "TRAINBUS_RESUME_STEP"
 _PARAMS = "TRAINBUS_PARAMS"
 _STOP_FILE = "stop.json"
+_STOP_SEEN_FILE = "stop_seen"
 
 
 class _Process:
@@ -187,13 +189,22 @@ def should_stop() -> bool:
 
     From its first call on, SIGTERM does not end the process by itself; the script has the run's ``grace_s`` to end.
     In a script of several ranks ask on rank 0, and broadcast the answer.
+
+    Once the answer is yes, exit code 0 means stopped: the run starts again from what is kept. A script that trains to
+    its end nevertheless starts again too; it resumes its last state, finds nothing left to do, and ends.
     """
     state = _current()
     if not state.listens:
         state.listens = True
         _listen(state)
     launch = os.environ.get(_LAUNCH)
-    return state.has_signal or bool(launch and os.path.exists(os.path.join(os.path.dirname(launch), _STOP_FILE)))
+    if not launch:
+        return state.has_signal
+    folder = os.path.dirname(launch)
+    is_asked = state.has_signal or os.path.exists(os.path.join(folder, _STOP_FILE))
+    if is_asked:
+        _mark_stop_seen(folder)
+    return is_asked
 
 
 def params() -> dict[str, Any]:
@@ -234,6 +245,15 @@ def _listen(state: _Process) -> None:
             state.has_signal = True
 
         signal.signal(signal.SIGTERM, on_signal)
+
+
+def _mark_stop_seen(folder: str) -> None:
+    """Leave an empty file for the agent, before the script can act on the answer and end.
+
+    One file serves all ranks of the node: creating it is atomic, and it never changes.
+    """
+    with suppress(OSError):  # the script must not fail for it
+        os.close(os.open(os.path.join(folder, _STOP_SEEN_FILE), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
 def _copy(source: Path) -> Path:

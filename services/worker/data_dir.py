@@ -84,7 +84,7 @@ class GenerationFiles:
 
     ``placement.json`` holds the placement, ``launch.json`` the ranks' input, ``processes.json`` the processes,
     ``follow.json`` how far their files are read, ``stop.json`` the request to stop, ``report.json`` how they ended.
-    ``done.json`` exists once the report is published.
+    ``stop_seen`` exists once a script has seen that it is to stop, ``done.json`` once the report is published.
     """
 
     def __init__(self, folder: Path) -> None:

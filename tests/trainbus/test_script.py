@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import trainbus
-from contracts.ranks import JOURNAL_LINE, ArtifactLine, JournalLine, KeepLine, MetricsLine
+from contracts.ranks import JOURNAL_LINE, STOP_SEEN_NAME, ArtifactLine, JournalLine, KeepLine, MetricsLine
 from trainbus import script
 
 VARIABLES = ("LAUNCH", "OUTPUT_DIR", "RESUME_DIR", "RESUME_STEP", "PARAMS")
@@ -121,6 +121,36 @@ def test_should_stop_sees_the_stop_file(generation: Path) -> None:
     try:
         assert not trainbus.should_stop()
         (generation / "stop.json").write_text("{}")
+        assert trainbus.should_stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_should_stop_leaves_a_mark_in_its_own_generation_once_the_answer_is_yes(
+    generation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    mark = generation / STOP_SEEN_NAME
+    try:
+        assert not trainbus.should_stop()
+        (generation / "stop.json").write_text("{}")
+        assert not mark.exists()
+        assert trainbus.should_stop()
+        assert mark.exists()
+        (tmp_path / "g2").mkdir()
+        monkeypatch.setenv("TRAINBUS_LAUNCH", str(tmp_path / "g2/launch.json"))
+        monkeypatch.setattr(script, "_state", script._Process())
+        assert not trainbus.should_stop()
+        assert not (tmp_path / "g2" / STOP_SEEN_NAME).exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_should_stop_answers_although_its_mark_cannot_be_written(generation: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        (generation / "stop.json").write_text("{}")
+        (generation / STOP_SEEN_NAME).mkdir()
         assert trainbus.should_stop()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import CheckpointRef, RunExited, RunLog, RunPreempting, RunReleased, RunStarted
 from contracts.predictions import Predictions
 from services.kit.kept_files import unpack_files
+from services.worker.generation.rank_group import RankGroup
 from tests.worker.conftest import World, package
 
 pytestmark = pytest.mark.shell
@@ -157,6 +159,97 @@ async def test_a_stop_reaches_the_script_and_loses_nothing(
     released = await world.wait_for(RunReleased)
     assert (released.clean, released.step) == (True, 7)
     assert (await fetch(world, agent, tmp_path / "f"))["saved"] == "on stop"
+
+
+@pytest.fixture
+def unsignalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts end on the stop file before the agent signals them."""
+
+    async def signal_nothing(*_: Any) -> None: ...
+
+    monkeypatch.setattr(RankGroup, "_enforce_stop", signal_nothing)
+
+
+@pytest.mark.parametrize("code", ["0", "143"])
+async def test_a_script_that_stops_before_it_is_signalled_has_not_finished(
+    world: World, agent: Any, commits: None, unsignalled: None, tmp_path: Path, code: str
+) -> None:
+    await agent()
+    await place(world, HANDLES_STOP, code)
+    await world.wait_for(CheckpointStaged)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    [released] = await wait_for_ends(world)
+    assert isinstance(released, RunReleased)
+    assert (released.clean, released.step) == (True, 7)
+    assert (await fetch(world, agent, tmp_path / "f"))["saved"] == "on stop"
+    # What one attempt has seen does not turn the end of the next one into a stop.
+    await place(world, "import trainbus; trainbus.should_stop()", generation=2, resume=await last_checkpoint(world))
+    assert (await world.wait_for(RunExited)).outcome == "succeeded"
+
+
+async def wait_for_ends(world: World) -> list[RunExited | RunReleased]:
+    """Wait until the run is reported as released, or as finished."""
+    deadline = time.monotonic() + 90
+    while not (ends := await world.ends()):
+        assert time.monotonic() < deadline, "the run does not end"
+        await asyncio.sleep(0.03)
+    return ends
+
+
+#: Its first rank asks, the others only wait for the stop file: they might be in a collective with it.
+FIRST_RANK_ASKS = """
+import os, pathlib, time, trainbus
+asks = os.environ["RANK"] == "0"
+pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"], "running").write_text("")
+while not (trainbus.should_stop() if asks else os.path.exists(os.environ["TRAINBUS_STOP_FILE"])):
+    time.sleep(0.02)
+"""
+
+
+async def test_a_group_of_which_one_rank_has_seen_the_stop_has_not_finished(
+    world: World, agent: Any, commits: None, unsignalled: None
+) -> None:
+    await agent()
+    await place(world, FIRST_RANK_ASKS, slots=(0, 1))
+    await world.wait_for(CheckpointStaged)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    assert [type(each) for each in await wait_for_ends(world)] == [RunReleased]
+
+
+#: Ends with this exit code once there is a stop file, which it looks for without trainbus.
+READS_STOP_FILE = """
+import os, pathlib, sys, time
+pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"], "running").write_text("")
+while not os.path.exists(os.environ["TRAINBUS_STOP_FILE"]):
+    time.sleep(0.02)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "kind"), [("0", RunExited), ("75", RunReleased)])
+async def test_a_script_that_does_not_ask_shows_by_its_exit_code_whether_it_has_finished(
+    world: World, agent: Any, commits: None, unsignalled: None, code: str, kind: type[Any]
+) -> None:
+    await agent()
+    await place(world, READS_STOP_FILE, code)
+    await world.wait_for(CheckpointStaged)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    assert [type(each) for each in await wait_for_ends(world)] == [kind]
+
+
+SIGNALLED_BY_OTHERS = """
+import os, signal, trainbus
+trainbus.should_stop()
+os.kill(os.getpid(), signal.SIGTERM)
+assert trainbus.should_stop()
+"""
+
+
+async def test_a_script_that_others_ask_to_stop_has_not_finished(world: World, agent: Any, commits: None) -> None:
+    """A service manager that ends the node signals ranks and agent at once."""
+    await agent()
+    await place(world, SIGNALLED_BY_OTHERS)
+    assert [type(each) for each in await wait_for_ends(world)] == [RunReleased]
 
 
 ASKS = """

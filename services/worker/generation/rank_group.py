@@ -15,7 +15,7 @@ from typing import Self
 import structlog
 
 from contracts.events.run import RunPlaced
-from contracts.ranks import StopLine
+from contracts.ranks import STOP_SEEN_NAME, StopLine
 from services.kit.concurrency import run_in_thread
 from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.core.journal import RankState
@@ -137,6 +137,11 @@ class RankGroup:
     def exits(self) -> list[Exit]:
         """How the others ended."""
         return list(self._exits.values())
+
+    @property
+    def has_seen_stop(self) -> bool:
+        """Whether a script has seen that it is to stop; it may see that before the agent signals it."""
+        return (self._folder / STOP_SEEN_NAME).exists()
 
     def load(self) -> bool:
         """Read the processes that an earlier life of the agent wrote down; return whether there are any."""

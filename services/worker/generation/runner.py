@@ -342,13 +342,18 @@ class GenerationRunner:
         """Keep what the script left, as far as it is complete."""
         exits, group = self._group.exits, self._group
         was_stopped = self._requests.stop is not None and not group.killed
+        ended_at = max((each.at for each in exits), default=self._now())
+        stopped_at, written = group.terminated_at, group.written_files
+        if written is None and self._has_script_stopped:
+            # It ended before it could be held. A script that asks handles SIGTERM: it has closed what it wrote.
+            stopped_at, written = stopped_at or ended_at, set()
         await self._keeper.finish(
-            ended_at=max((each.at for each in exits), default=self._now()),
+            ended_at=ended_at,
             is_complete=first_failure(exits) is None,
-            stopped_at=group.terminated_at if was_stopped else None,
-            written_at_stop=group.written_files,
+            stopped_at=stopped_at if was_stopped else None,
+            written_at_stop=written,
         )
-        if all_succeeded(exits) and self._requests.stop is None and (notice := self._notice()):
+        if self._have_finished and self._requests.stop is None and (notice := self._notice()):
             write_to_log(self.files.folder, notice)
         await follower.drain()  # what was written there meanwhile
 
@@ -475,8 +480,16 @@ class GenerationRunner:
 
     @property
     def _have_finished(self) -> bool:
-        """Whether the ranks have ended by themselves, and well."""
-        return all_succeeded(self._group.exits) and not self._group.terminated
+        """Whether the ranks have ended by themselves, with their work done."""
+        return all_succeeded(self._group.exits) and not self._group.terminated and not self._has_script_stopped
+
+    @property
+    def _has_script_stopped(self) -> bool:
+        """Whether a script has seen that it is to stop: it ends with exit code 0 then, perhaps before it is signalled.
+
+        A Task needs no such mark: the Trainer that stops ends with EXIT_STOPPED.
+        """
+        return is_command(self.placed.spec) and self._group.has_seen_stop
 
     async def _upload_rest(self, stager: CheckpointStager) -> None:
         """Upload what the ranks completed, until it is done or the grace of a stop is over."""

@@ -95,9 +95,11 @@ class Stack:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that name this stack to its own services and commands."""
-        settings = find_address(self.data_dir).settings()
+        address = find_address(self.data_dir)
+        settings = address.settings()
         assert settings.s3_secret_key is not None
         named = {
+            "gateway_url": address.gateway_url,
             "nats_url": settings.nats_url,
             "s3_endpoint": settings.s3_endpoint,
             "s3_access_key": settings.s3_access_key,

@@ -582,7 +582,6 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
         "evaluation_metric": wanted and wanted["metric"],
         "params": (row["spec"] or {}).get("params") or {},
         "nodes": [member["node_id"] for member in row["members"] if not member["released"]],
-        "sizes": [placement["world_size"] for placement in row["placements"]],
         "main_metric": choose_main_metric(metrics, evaluation.get("metrics") or {}, wanted and wanted["metric"]),
         "step": row["step"] or 0,
         "epoch": row["epoch"] or 0,

@@ -112,9 +112,10 @@ def test_a_life_adds_up() -> None:
     run = fold(FACTS).runs[RUN]
     assert (run.generation, run.slots_got, run.slots_wanted, run.verdict) == (2, 2, 4, "promoted")
     assert run.placements == [
-        {"generation": 1, "resume_step": 0, "world_size": 4, "started_step": 0},
-        {"generation": 2, "resume_step": 20, "world_size": 2, "started_step": 20},
+        {"generation": 1, "resume_step": 0, "started_step": 0},
+        {"generation": 2, "resume_step": 20, "started_step": 20},
     ]
+    assert run.sizes == [4, 2]
     assert [(m["node_id"], m["released"]) for m in run.members] == [("n1", True)]
     assert run.checkpoint is not None
     assert run.checkpoint["step"] == 40
@@ -128,7 +129,7 @@ def test_what_ranks_left_in_memory_is_gone_on_from() -> None:
         RunStarted(run_id=RUN, generation=2, node_id="n2", step=0, resumed_from="memory"),
     ]
     run = fold([ACCEPTED, QUEUED, PLACED, STARTED, QUEUED_AGAIN, again, *starts, *starts]).runs[RUN]
-    assert run.placements[-1] == {"generation": 2, "resume_step": 20, "world_size": 4, "started_step": 33}
+    assert run.placements[-1] == {"generation": 2, "resume_step": 20, "started_step": 33}
     assert [(start["generation"], start["node_id"]) for start in run.starts] == [(1, "n1"), (2, "n1"), (2, "n2")]
     assert survives(1, 33, run.placements)
     assert not survives(1, 34, run.placements)

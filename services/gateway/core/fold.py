@@ -270,11 +270,7 @@ def _merge_started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
 
 
 def _merge_placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
-    placement = {
-        "generation": fact.generation,
-        "resume_step": fact.resume.step if fact.resume else 0,
-        "world_size": fact.world_size,
-    }
+    placement = {"generation": fact.generation, "resume_step": fact.resume.step if fact.resume else 0}
     return {
         **({} if run.spec is not None else _spec_columns(fact.spec)),
         **_clear_waiting(),
@@ -282,6 +278,7 @@ def _merge_placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
         "slots_wanted": fact.wanted_slots or run.slots_max or fact.world_size,
         "members": [{**member.model_dump(mode="json"), "released": False} for member in fact.members],
         "placements": [*run.placements, placement],
+        "sizes": [*run.sizes, fact.world_size],
     }
 
 

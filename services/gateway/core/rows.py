@@ -56,6 +56,8 @@ class Run:
     #: ``{"generation", "resume_step"}`` of every placement, and ``started_step`` once it trains: which metric
     #: points survive. A placement may go on from beyond its checkpoint: ranks leave their state in memory.
     placements: list[dict[str, int]] = field(default_factory=list)
+    #: The slots of each placement.
+    sizes: list[int] = field(default_factory=list)
     #: What every node reported when the ranks of a generation started: where from, in which environment.
     starts: list[dict[str, Any]] = field(default_factory=list)
     #: exact or samples-exact; why not exact, and since which generation.

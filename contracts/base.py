@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 
 from contracts import subjects
 
@@ -85,6 +86,11 @@ class Event(BaseModel):
 
     #: CloudEvents type, for example ``trainbus.run.placed.v1``.
     type: ClassVar[str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the body as JSON has it, NaN and infinity as text, without fields that have their defaults."""
+        plain: dict[str, Any] = from_json(self.model_dump_json(exclude_defaults=True))
+        return plain
 
     @classmethod
     def subject_filter(cls) -> str:

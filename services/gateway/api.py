@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, Header, HTTPException, Path, Query, Requ
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic_core import from_json
 
 from contracts import subjects, topology
 from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
@@ -428,6 +429,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.FACTS.name, subject, last_event_id, views.is_settled, _encode_fact, "events"
             )
+        await projection.catch_up()  # what was told of the run before the question is in the answer
         facts = await queries.run_facts(store, row["run_id"], last_event_id, limit + 1)
         found = views.StoredRange.of([(fact.sequence, fact) for fact in facts], limit, last_event_id)
         return views.Facts(events=found.items, **found.position)
@@ -440,7 +442,7 @@ def _terminal(row: Row) -> bool:
 
 
 def _encode_metrics(item: Message[RunProgress]) -> tuple[str, views.MetricBatch]:
-    return "metrics", views.MetricBatch.model_validate(item.event.model_dump(mode="json"))
+    return "metrics", views.MetricBatch.model_validate(from_json(item.event.model_dump_json()))
 
 
 def _encode_log(item: Message[RunLog]) -> tuple[str, views.LogBatch]:

@@ -196,5 +196,5 @@ def _encode(item: Message[Any]) -> tuple[str, views.CloudEvent]:
         causationid=envelope.causation_id,
         sequence=item.sequence,
         natssubject=item.subject,
-        data=item.event.model_dump(mode="json", exclude_defaults=True),
+        data=item.event.to_plain(),
     )

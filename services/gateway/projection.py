@@ -239,7 +239,7 @@ def event_row(item: Message[Any]) -> dict[str, Any]:
         "correlation_id": item.envelope.correlation_id,
         "run_id": getattr(item.event, "run_id", None),
         "summary": describe(item.event),
-        "data": item.event.model_dump(mode="json", exclude_defaults=True),
+        "data": item.event.to_plain(),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 import structlog
+from pydantic_core import to_json
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -48,6 +49,11 @@ class _Text(sa.TypeDecorator[str]):
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
         return value if value is None else value.replace("\0", "\N{SYMBOL FOR NULL}")
+
+
+def _write_json(value: Any) -> str:
+    """Return JSON that every database takes: NaN and infinity, which are no JSON, are text as in facts."""
+    return to_json(value, inf_nan_mode="strings").decode()
 
 
 def begins_with(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
@@ -146,7 +152,7 @@ class Store:
         database = make_url(self.url).database
         if self.sqlite and database and database != ":memory:":
             Path(database).parent.mkdir(parents=True, exist_ok=True)
-        self._engine = create_async_engine(self.url, pool_pre_ping=not self.sqlite)
+        self._engine = create_async_engine(self.url, pool_pre_ping=not self.sqlite, json_serializer=_write_json)
         if self.sqlite:
             sa.event.listen(self._engine.sync_engine, "connect", _sqlite_pragmas)
         try:

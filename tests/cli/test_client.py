@@ -136,6 +136,19 @@ async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:
             await change("n2")
 
 
+async def test_a_run_that_ended_with_a_number_that_json_lacks_has_ended(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    await bus.publish(progress(0, {1: {"loss": float("nan")}}))
+    reached = CheckpointRef(uri="s3://models/m", step=1, epoch=1, samples_consumed=8)
+    completed = RunCompleted(run_id=RUN, generation=1, checkpoint=reached, metrics={"margin": float("-inf")})
+    for fact in supported(completed):
+        await bus.publish(fact)
+    found = await client.run(RUN)
+    assert (found.state, found.metrics["margin"]) == ("completed", float("-inf"))
+    ((value,),) = [[point.value for point in points] for points in (await client.metrics(RUN)).values()]
+    assert value != value
+
+
 async def test_why_without_a_scheduler_answers_from_the_log(client: AsyncClient, bus: Bus) -> None:
     await accept(bus)
     found = await client.why(RUN)

@@ -59,9 +59,36 @@ async def test_something_else_that_answers_is_no_gateway() -> None:
                 pytest.fail("it is no gateway")
 
 
-def answering(answer: Callable[[httpx.Request], httpx.Response]) -> Connection:
+def answering(
+    answer: Callable[[httpx.Request], httpx.Response], report: Callable[[str], None] = lambda text: None
+) -> Connection:
     http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(answer))
-    return Connection(http, lambda text: None)
+    return Connection(http, report)
+
+
+async def test_an_event_that_cannot_be_read_is_left_out_and_told_once() -> None:
+    event = {
+        "id": "e1",
+        "source": "trainbus/later",
+        "type": "trainbus.run.teleported.v1",
+        "time": "2026-01-01T00:00:00Z",
+        "subject": "",
+        "correlationid": "",
+        "causationid": "",
+        "natssubject": "run.r1.x",
+        "data": {},
+    }
+    known = {**event, "type": "trainbus.run.queued.v1", "data": {"run_id": "r1", "next_generation": 1}}
+    broken = {**known, "data": {"run_id": 7}}
+    events = [{**each, "sequence": number} for number, each in enumerate([event, broken, event, known, broken], 1)]
+    said: list[str] = []
+    page = {"events": events, "last_event_id": 5, "has_more": False}
+    found = await answering(lambda request: httpx.Response(200, json=page), said.append).read()
+    assert [each.sequence for each in found] == [4]
+    assert [line.split(",")[0] for line in said] == [
+        "left out trainbus.run.teleported.v1 at 1",
+        "left out trainbus.run.queued.v1 at 2",
+    ]
 
 
 @pytest.mark.parametrize(

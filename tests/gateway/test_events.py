@@ -12,23 +12,24 @@ import pytest
 from contracts.base import ingestion_id_for, request_id_for, run_id_for, study_id_for
 from contracts.events import REQUESTS
 from contracts.events.node import NodeJoined
-from contracts.events.run import RunAccepted, RunQueued
+from contracts.events.run import RunAccepted, RunCompleted, RunQueued
 from services.kit.bus import Bus
-from tests.gateway.conftest import RUN, SPEC, Running, progress
+from tests.gateway.conftest import RUN, SPEC, Running, progress, ref
+from tests.lives import supported
 
 RANGE = "/events?follow=false"
 SOURCE = "trainbus/gateway"
 STUDY = {"run": {"name": "s", "command": ["true"]}, "space": {"x": [1, 2]}, "metrics": ["loss"]}
 
 
-async def tell(bus: Bus) -> None:
+async def publish_three(bus: Bus) -> None:
     await bus.publish(RunAccepted(run_id=RUN, spec=SPEC, request_id="q", request_source="t"))
     await bus.publish(NodeJoined(node_id="n1", incarnation="i", address="a", slots=2, lease_ttl_s=3))
     await bus.publish(RunQueued(run_id=RUN, next_generation=1))
 
 
 async def test_events_are_cloud_events_in_the_order_of_the_log(gateway: Running, bus: Bus) -> None:
-    await tell(bus)
+    await publish_three(bus)
     found = await gateway.get(RANGE)
     assert [each["type"] for each in found["events"]] == [
         "trainbus.run.accepted.v1",
@@ -47,7 +48,7 @@ async def test_events_are_cloud_events_in_the_order_of_the_log(gateway: Running,
 
 
 async def test_a_range_goes_on_where_another_ended(gateway: Running, bus: Bus) -> None:
-    await tell(bus)
+    await publish_three(bus)
     first = await gateway.get(f"{RANGE}&limit=2")
     assert (len(first["events"]), first["has_more"]) == (2, True)
     rest = await gateway.get(f"{RANGE}&limit=2", headers={"Last-Event-ID": str(first["last_event_id"])})
@@ -58,7 +59,7 @@ async def test_a_range_goes_on_where_another_ended(gateway: Running, bus: Bus) -
 
 async def test_the_last_events_are_found_from_the_end(gateway: Running, bus: Bus) -> None:
     assert (await gateway.get(f"{RANGE}&tail=1"))["last_event_id"] == 0
-    await tell(bus)
+    await publish_three(bus)
     for path, sequences in {
         "&tail=2": [2, 3],
         "&tail=1&subject=run.>": [3],
@@ -96,7 +97,7 @@ async def test_what_cannot_be_asked_is_said(gateway: Running, bus: Bus, query: s
 async def test_a_stream_of_events_goes_on_after_a_break_with_nothing_lost_or_doubled(
     gateway: Running, bus: Bus
 ) -> None:
-    await tell(bus)
+    await publish_three(bus)
     seen: list[int] = []
 
     async def listen(count: int, **headers: str) -> None:
@@ -114,6 +115,34 @@ async def test_a_stream_of_events_goes_on_after_a_break_with_nothing_lost_or_dou
         await bus.publish(RunAccepted(run_id="other", spec=SPEC, request_id="q2", request_source="t"))
         await listening
     assert seen == [1, 3, 4]
+
+
+async def read_last(gateway: Running, path: str, count: int) -> Any:
+    """Return the last of so many server-sent events."""
+    seen = []
+    async with gateway.client.stream("GET", path) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                seen.append(json.loads(line.removeprefix("data: ")))
+            if len(seen) == count:
+                return seen[-1]
+
+
+async def test_numbers_that_json_lacks_are_text_in_ranges_and_in_streams(gateway: Running, bus: Bus) -> None:
+    await bus.publish(RunAccepted(run_id=RUN, spec=SPEC, request_id="q", request_source="t"))
+    metrics = {"loss": float("nan"), "margin": float("-inf")}
+    for fact in supported(RunCompleted(run_id=RUN, generation=1, checkpoint=ref(3), metrics=metrics)):
+        await bus.publish(fact)
+    await bus.publish(progress(1, range(1, 2), loss=lambda step: float("inf")))
+    for path in ("/events?subject=run.>", f"/training-runs/{RUN}/events?limit=9"):
+        stored = (await gateway.get(f"{path}&follow=false"))["events"]
+        assert stored[-1]["data"]["metrics"] == {"loss": "NaN", "margin": "-Infinity"}, path
+        assert await read_last(gateway, path, len(stored)) == stored[-1]
+    for path, key in (("/events?stream=progress", "events"), (f"/training-runs/{RUN}/metrics?limit=9", "batches")):
+        (stored,) = (await gateway.get(f"{path}&follow=false"))[key]
+        (point,) = stored.get("data", stored)["points"]
+        assert point["values"] == {"train/loss": "Infinity"}, path
+        assert await read_last(gateway, path, 1) == stored
 
 
 async def post(gateway: Running, kind: str, body: Any, key: str = "k") -> httpx.Response:

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from contracts.events.run import ProgressPoint, RunProgress
+from contracts.events.run import ProgressPoint, RunAccepted, RunCompleted, RunProgress
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from tests.deploy.test_grafana import filled_in, statements
-from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
+from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, ref, running
 from tests.gateway.test_api import FILTERS, publish_listed
 from tests.gateway.test_projection import contents, project, publish
+from tests.lives import supported
 
 pytestmark = pytest.mark.needs("postgres")
 
@@ -132,5 +133,24 @@ async def test_what_no_database_holds_ends_no_gateway(
             assert [run["state"] for run in found["runs"]] == ["completed"]
             assert "\0" not in found["runs"][0]["name"]
             assert 7 in [each["step"] for each in found["points"]]
+            await rebuild(settings)
+            assert await contents(store) == found
+
+
+async def test_a_run_that_ends_with_a_number_that_json_lacks_has_ended(
+    bus: Bus, gateway_settings: GatewaySettings, on_postgres: GatewaySettings
+) -> None:
+    metrics = {"loss": float("nan"), "margin": float("inf")}
+    await publish(
+        bus,
+        RunAccepted(run_id="r0", spec=SPEC, request_id="q", request_source="t"),
+        *supported(RunCompleted(run_id="r0", generation=1, checkpoint=ref(3, "r0"), metrics=metrics)),
+    )
+    for settings in (gateway_settings, on_postgres):
+        async with Store(settings.database_url) as store:
+            await project(bus, store)
+            found = await contents(store)
+            assert [run["state"] for run in found["runs"]] == ["completed"]
+            assert found["events"][-1]["data"]["metrics"] == {"loss": "NaN", "margin": "Infinity"}
             await rebuild(settings)
             assert await contents(store) == found

@@ -55,6 +55,8 @@ class Connection:
 
     def __init__(self, http: httpx.AsyncClient, report: Callable[[str], None]) -> None:
         self._http, self._report = http, report
+        #: Types of events that this version could not read.
+        self._unknown: set[str] = set()
 
     # -- questions and requests ----------------------------------------------------
 
@@ -99,6 +101,18 @@ class Connection:
 
     # -- the log ---------------------------------------------------------------------
 
+    def _decode_all(self, events: list[dict[str, Any]]) -> list[StoredEvent]:
+        """Return the events that this version knows; say once of each type that others are left out."""
+        found: list[StoredEvent] = []
+        for each in events:
+            try:
+                found.append(_decode(each))
+            except EnvelopeError as error:
+                if each["type"] not in self._unknown:
+                    self._unknown.add(each["type"])
+                    self._report(f"left out {each['type']} at {each['sequence']}, and others like it: {error}")
+        return found
+
     async def follow(
         self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
     ) -> AsyncGenerator[list[StoredEvent], None]:
@@ -120,7 +134,7 @@ class Connection:
     async def read_last(self, stream: topology.Stream, subject: str) -> StoredEvent | None:
         """Return the newest event on one subject, None if there is none."""
         part = await self._get_range(stream, (subject,), 0, tail=1)
-        found = _decode_all(part["events"])
+        found = self._decode_all(part["events"])
         return found[-1] if found else None
 
     async def last_sequence(self, stream: topology.Stream) -> int:
@@ -140,7 +154,7 @@ class Connection:
     ) -> AsyncGenerator[list[StoredEvent], None]:
         while True:
             part = await self._get_range(stream, filters, after)
-            yield _decode_all(part["events"])
+            yield self._decode_all(part["events"])
             after = part["last_event_id"]
             if not part["has_more"]:
                 return
@@ -160,7 +174,7 @@ class Connection:
                     batch.append(arrived.get_nowait())
                 if not batch and pump.done():
                     pump.result()
-                yield _decode_all(batch)
+                yield self._decode_all(batch)
         finally:
             pump.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -262,12 +276,12 @@ def _describe_absence(url: httpx.URL, error: Exception) -> str:
     )
 
 
-def _decode_all(events: list[dict[str, Any]]) -> list[StoredEvent]:
-    """Return the events that this version knows."""
-    return [stored for each in events if (stored := _decode(each)) is not None]
+def _decode(found: dict[str, Any]) -> StoredEvent:
+    """Return an event as it was on the bus.
 
-
-def _decode(found: dict[str, Any]) -> StoredEvent | None:
+    Raises:
+        EnvelopeError: it is none that this version knows.
+    """
     envelope = Envelope(
         id=found["id"],
         source=found["source"],
@@ -277,7 +291,4 @@ def _decode(found: dict[str, Any]) -> StoredEvent | None:
         correlation_id=found["correlationid"],
         causation_id=found["causationid"],
     )
-    try:
-        return StoredEvent(found["sequence"], found["natssubject"], envelope, parse(envelope, found["data"]))
-    except EnvelopeError:
-        return None
+    return StoredEvent(found["sequence"], found["natssubject"], envelope, parse(envelope, found["data"]))

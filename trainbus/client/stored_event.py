@@ -43,5 +43,5 @@ class StoredEvent:
             "causationid": envelope.causation_id,
             "sequence": self.sequence,
             "natssubject": self.subject,
-            "data": self.event.model_dump(mode="json", exclude_defaults=True),
+            "data": self.event.to_plain(),
         }

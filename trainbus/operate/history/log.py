@@ -102,7 +102,7 @@ def line_of(fact: Fact, sequence: int, time: datetime) -> str:
             "sequence": sequence,
             "time": time.astimezone(UTC).isoformat(timespec="microseconds"),
             "natssubject": fact.subject,
-            "data": fact.model_dump(mode="json", exclude_defaults=True),
+            "data": fact.to_plain(),
         },
         separators=(",", ":"),
     )

@@ -187,12 +187,8 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     async def change_drain(
         kind: type[DrainRequested | UndrainRequested], node_id: str, key: str | None, **fields: str | None
     ) -> views.AcceptedNodeRequest:
-        known = [node.node_id for node in await queries.nodes(store)]
-        if node_id not in known:
-            await projection.catch_up()
-            known = [node.node_id for node in await queries.nodes(store)]
-        if node_id not in known:
-            raise HTTPException(404, f"there is no node {node_id!r}; there is: {', '.join(known) or 'none'}")
+        await projection.catch_up()
+        await queries.find_node_id(store, node_id)
         envelope = commands.envelope(kind, key or "")
         accepted = await commands.publish(kind(node_id=node_id, **fields), envelope, "")
         return views.AcceptedNodeRequest(
@@ -466,20 +462,22 @@ def _catalog_routes(projection: Projection, settings: GatewaySettings) -> APIRou
         return views.About(version=version, mlflow_url=await find_mlflow_url(settings))
 
     @router.get("/nodes", response_model=views.Nodes)
-    async def get_nodes() -> views.Nodes:
-        """Every node, its state and what runs there."""
+    async def get_nodes(limit: Limit = 500, cursor: str | None = None) -> views.Nodes:
+        """Nodes by their names, each with its state and what runs there."""
         await projection.catch_up()
-        return views.Nodes(nodes=await queries.nodes(store))
+        return await queries.list_nodes(store, limit=limit, cursor=cursor)
 
     @router.get("/datasets", response_model=views.Datasets)
-    async def get_datasets(limit: Limit = 100) -> views.Datasets:
+    async def get_datasets(limit: Limit = 100, cursor: str | None = None) -> views.Datasets:
         """Datasets that can be trained on, newest first."""
-        return views.Datasets(datasets=await queries.datasets(store, limit))
+        await projection.catch_up()
+        return await queries.list_datasets(store, limit=limit, cursor=cursor)
 
     @router.get("/models", response_model=views.Models)
-    async def get_models(limit: Limit = 100) -> views.Models:
-        """Registered models with their champions."""
-        return views.Models(models=await queries.models(store, limit))
+    async def get_models(limit: Limit = 100, cursor: str | None = None) -> views.Models:
+        """Registered models by their names, each with its newest version first."""
+        await projection.catch_up()
+        return await queries.list_models(store, limit=limit, cursor=cursor)
 
     return router
 

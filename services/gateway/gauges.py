@@ -33,7 +33,7 @@ async def watch_read_model(store: Store) -> None:
             metrics.RUNS.labels(state).set(counts.get(state, 0))
         oldest = await queries.oldest_queued(store)
         metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
-        nodes = await queries.nodes(store)
+        nodes = (await queries.list_nodes(store)).nodes
         node_states = Counter(node.state for node in nodes)
         for state in SEVERITY:
             metrics.NODES.labels(state).set(node_states[state])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +9,6 @@ from typing import Any
 
 import sqlalchemy as sa
 import structlog
-from pydantic_core import from_json
 
 from contracts.best_checkpoint import find_best, find_ranking_metric
 from contracts.spec.run import RunSpec
@@ -20,14 +16,17 @@ from contracts.state.node import drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
 from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
+from services.gateway.paging import Order
 from services.gateway.store import (
     CHECKPOINTS,
+    COUNTED_COLUMNS,
     DATASETS,
     EVENTS,
     MODELS,
     NODES,
     POINTS,
     PROGRESS,
+    RUN_COUNTS,
     RUNS,
     Store,
     begins_with,
@@ -36,9 +35,15 @@ from services.gateway.store import (
 log = structlog.get_logger(__name__)
 
 Row = Mapping[Any, Any]
-#: What runs are counted by, and how many values of each are named: the most frequent ones.
-COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
+#: How many values of a column are named with their counts: the most frequent ones.
 MAX_COUNTED_VALUES = 100
+#: Nodes named where a node is not known.
+MAX_NAMED_NODES = 20
+#: The orders of the lists.
+NEWEST_RUNS = Order((RUNS.c.requested_at, RUNS.c.run_id), frozenset({"requested_at", "run_id"}))
+NEWEST_DATASETS = Order((DATASETS.c.created_at, DATASETS.c.dataset_id), frozenset({"created_at", "dataset_id"}))
+BY_NODE = Order((NODES.c.node_id,))
+BY_MODEL = Order((MODELS.c.name, MODELS.c.version), frozenset({"version"}))
 #: Stands for any text in a filter.
 ANYTHING = "*"
 SEARCHED_COLUMNS = ("name", "user", "team", "model")
@@ -63,10 +68,6 @@ def _is_like(column: sa.ColumnElement[str], pattern: str) -> sa.ColumnElement[bo
 
 class NotFound(Exception):
     """Nothing is known under this name."""
-
-
-class BadCursor(ValueError):
-    """The cursor is none that this interface gave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +116,23 @@ AWAITING = "awaiting_"
 
 async def list_runs(store: Store, wanted: RunFilter, *, limit: int, cursor: str | None) -> views.RunPage:
     """Runs, newest first."""
-    newest_first = (RUNS.c.requested_at.desc(), RUNS.c.run_id.desc())
     # The ids come from an index alone; only the rows of one page are read whole.
-    ids = sa.select(RUNS.c.run_id).where(*wanted.conditions()).order_by(*newest_first).limit(limit + 1)
-    if cursor:
-        time_s, run_id = _read_cursor(cursor)
-        earlier = sa.or_(RUNS.c.requested_at < time_s, sa.and_(RUNS.c.requested_at == time_s, RUNS.c.run_id < run_id))
-        ids = ids.where(earlier)
-    rows = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id.in_(ids)).order_by(*newest_first))
-    more = len(rows) > limit
-    rows = rows[:limit]
-    return views.RunPage(
-        runs=[summarize(row) for row in rows],
-        next_cursor=_cursor(rows[-1]) if more else None,
-    )
+    ids = _find_ids(wanted, limit + 1, NEWEST_RUNS.conditions(cursor))
+    found = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id.in_(ids)).order_by(*NEWEST_RUNS.clauses()))
+    rows, next_cursor = NEWEST_RUNS.cut(found, limit)
+    return views.RunPage(runs=[summarize(row) for row in rows], next_cursor=next_cursor)
+
+
+def _find_ids(wanted: RunFilter, limit: int, later: list[sa.ColumnElement[bool]]) -> sa.Select[Any]:
+    """Return the query for the ids of the newest runs. Several states are one search each: an index has them apart."""
+    parts = [replace(wanted, states=(state,)) for state in wanted.states] if len(wanted.states) > 1 else [wanted]
+    key = sa.select(RUNS.c.requested_at, RUNS.c.run_id)
+    searches = [
+        key.where(*part.conditions(), *later).order_by(*NEWEST_RUNS.clauses()).limit(limit).subquery() for part in parts
+    ]
+    found = sa.union_all(*(sa.select(each) for each in searches)).subquery()
+    newest_first = found.c.requested_at.desc(), found.c.run_id.desc()
+    return sa.select(found.c.run_id).order_by(*newest_first).limit(limit)
 
 
 def summarize(row: Row) -> views.RunSummary:
@@ -152,13 +156,20 @@ def describe_error(error: Exception) -> str:
 
 async def count_runs(store: Store, wanted: RunFilter) -> dict[str, dict[str, int]]:
     """How many runs each state, user, team and model has; each under the other conditions of the filter."""
-    found: dict[str, dict[str, int]] = {}
-    for name in COUNTED_COLUMNS:
-        column, runs = RUNS.c[name], sa.func.count().label("runs")
-        query = sa.select(column, runs).where(column.is_not(None), *wanted.conditions(without=name)).group_by(column)
-        rows = await store.fetch(query.order_by(runs.desc(), column).limit(MAX_COUNTED_VALUES))
-        found[name] = {row[name]: row["runs"] for row in rows}
-    return found
+    return {name: await _count_values(store, wanted, name) for name in COUNTED_COLUMNS}
+
+
+async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str, int]:
+    conditions = wanted.conditions(without=name)
+    if conditions:
+        column = RUNS.c[name]
+        query = sa.select(column.label("value"), sa.func.count().label("runs"))
+        query = query.where(column.is_not(None), *conditions).group_by(column)
+    else:
+        query = sa.select(RUN_COUNTS.c.value, RUN_COUNTS.c.runs)
+        query = query.where(RUN_COUNTS.c.column == name)
+    rows = await store.fetch(query.order_by(sa.desc("runs"), "value").limit(MAX_COUNTED_VALUES))
+    return {row["value"]: row["runs"] for row in rows}
 
 
 async def run_detail(store: Store, row: Row) -> views.RunDetail:
@@ -219,13 +230,27 @@ def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpo
     )
 
 
-async def nodes(store: Store) -> list[views.Node]:
-    """Every node that ever joined, with what it runs now."""
+async def find_node_id(store: Store, node_id: str) -> str:
+    """Return the id of a node that has joined.
+
+    Raises:
+        NotFound: there is none; some that there are are named.
+    """
+    if await store.fetch(sa.select(NODES.c.node_id).where(NODES.c.node_id == node_id)):
+        return node_id
+    known = await store.fetch(sa.select(NODES.c.node_id).order_by(NODES.c.node_id).limit(MAX_NAMED_NODES + 1))
+    named = ", ".join(row["node_id"] for row in known[:MAX_NAMED_NODES]) + (", …" * (len(known) > MAX_NAMED_NODES))
+    raise NotFound(f"there is no node {node_id!r}; there is: {named or 'none'}")
+
+
+async def list_nodes(store: Store, *, limit: int | None = None, cursor: str | None = None) -> views.Nodes:
+    """Nodes that ever joined, by their names, with what they run now; without ``limit``, all."""
     #: Node -> run -> slots that the run holds there.
     used: defaultdict[str, dict[str, int]] = defaultdict(dict)
     names: dict[str, str] = {}
     busy: defaultdict[str, list[views.BusySlot]] = defaultdict(list)
-    for run in await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))):
+    holders = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.members).where(RUNS.c.state.in_(HOLDING_STATES))
+    for run in await store.fetch(holders):
         for member in run["members"]:
             if not member["released"]:
                 used[member["node_id"]][run["run_id"]] = len(member["slots"])
@@ -234,9 +259,11 @@ async def nodes(store: Store) -> list[views.Node]:
                     for slot, rank in zip(member["slots"], member["ranks"], strict=False)
                 ]
                 names[run["run_id"]] = run["name"]
-    rows = await store.fetch(sa.select(NODES).order_by(NODES.c.node_id))
+    query = sa.select(NODES).where(*BY_NODE.conditions(cursor)).order_by(*BY_NODE.clauses())
+    found = await store.fetch(query if limit is None else query.limit(limit + 1))
+    rows, next_cursor = BY_NODE.cut(found, limit or len(found))
     held = ((row, used[row["node_id"]]) for row in rows)
-    return [
+    listed = [
         views.Node.model_validate(
             {
                 **row,
@@ -249,21 +276,25 @@ async def nodes(store: Store) -> list[views.Node]:
         )
         for row, runs in held
     ]
+    return views.Nodes(nodes=listed, next_cursor=next_cursor)
 
 
-async def datasets(store: Store, limit: int) -> list[Dataset]:
+async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> views.Datasets:
     """The newest datasets first."""
-    rows = await store.fetch(sa.select(DATASETS).order_by(DATASETS.c.created_at.desc()).limit(limit))
-    return [Dataset(**row) for row in rows]
+    query = sa.select(DATASETS).where(*NEWEST_DATASETS.conditions(cursor)).order_by(*NEWEST_DATASETS.clauses())
+    rows, next_cursor = NEWEST_DATASETS.cut(await store.fetch(query.limit(limit + 1)), limit)
+    return views.Datasets(datasets=[Dataset(**row) for row in rows], next_cursor=next_cursor)
 
 
-async def models(store: Store, limit: int) -> list[views.ModelVersion]:
+async def list_models(store: Store, *, limit: int, cursor: str | None) -> views.Models:
     """Registered models, each with its newest version first."""
-    rows = await store.fetch(sa.select(MODELS).order_by(MODELS.c.name, MODELS.c.version.desc()).limit(limit))
-    champions: dict[str, int] = {}
-    for row in rows:
-        champions.setdefault(row["name"], row["version"])
-    return [views.ModelVersion(**row, champion=champions[row["name"]] == row["version"]) for row in rows]
+    query = sa.select(MODELS).where(*BY_MODEL.conditions(cursor)).order_by(*BY_MODEL.clauses())
+    rows, next_cursor = BY_MODEL.cut(await store.fetch(query.limit(limit + 1)), limit)
+    newest = sa.select(MODELS.c.name, sa.func.max(MODELS.c.version).label("version")).group_by(MODELS.c.name)
+    named = newest.where(MODELS.c.name.in_([row["name"] for row in rows]))
+    champions = {row["name"]: row["version"] for row in await store.fetch(named)}
+    versions = [views.ModelVersion(**row, champion=champions[row["name"]] == row["version"]) for row in rows]
+    return views.Models(models=versions, next_cursor=next_cursor)
 
 
 async def model_versions(store: Store, name: str) -> list[views.ModelVersion]:
@@ -289,8 +320,7 @@ async def pending_promotions(store: Store, model: str) -> list[views.PendingProm
 
 async def states(store: Store) -> dict[str, int]:
     """How many runs are in each state."""
-    query = sa.select(RUNS.c.state, sa.func.count().label("runs")).group_by(RUNS.c.state)
-    return {row["state"]: row["runs"] for row in await store.fetch(query)}
+    return await _count_values(store, RunFilter(), "state")
 
 
 async def oldest_queued(store: Store) -> float | None:
@@ -298,15 +328,3 @@ async def oldest_queued(store: Store) -> float | None:
     query = sa.select(sa.func.min(RUNS.c.queued_at).label("oldest")).where(RUNS.c.state == "queued")
     oldest = (await store.fetch(query))[0]["oldest"]
     return None if oldest is None else float(oldest)
-
-
-def _cursor(row: Row) -> str:
-    return base64.urlsafe_b64encode(json.dumps([row["requested_at"], row["run_id"]]).encode()).decode().rstrip("=")
-
-
-def _read_cursor(cursor: str) -> tuple[float, str]:
-    try:
-        time_s, run_id = from_json(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        return float(time_s), str(run_id)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise BadCursor("cursor: give a 'next_cursor' of an earlier answer, unchanged") from error

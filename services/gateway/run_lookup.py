@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+from contextlib import suppress
 
 import sqlalchemy as sa
 
@@ -30,7 +31,7 @@ class RunNotFound(NotFound):
 
 
 class AmbiguousReference(Exception):
-    """A reference is the beginning of several runs; ``candidates`` are the ids of the newest of them."""
+    """A reference is the beginning of several runs; ``candidates`` are the ids of some of them."""
 
     def __init__(self, reference: str, found: list[Row]) -> None:
         self.candidates = [row["run_id"] for row in found]
@@ -54,15 +55,15 @@ async def fetch_run(store: Store, run_id: str) -> Row:
 async def find_run(projection: Projection, reference: str) -> Row:
     """Return the run with this id, else the newest of this name, else the one whose id or whose name begins like this.
 
-    One that is not there is waited for until the read model has all that was published before.
+    But for an id that is known, it waits until the read model has all that was published before.
 
     Raises:
         RunNotFound: there is none.
         AmbiguousReference: there are several.
     """
     store = projection.store
-    if (found := await _look_up(store, reference)) is not None:
-        return found
+    with suppress(NotFound):
+        return await fetch_run(store, reference)
     await projection.catch_up()
     if (found := await _look_up(store, reference)) is not None:
         return found
@@ -70,12 +71,14 @@ async def find_run(projection: Projection, reference: str) -> Row:
 
 
 async def _look_up(store: Store, reference: str) -> Row | None:
-    newest_first = RUNS_AND_PROGRESS.order_by(RUNS.c.requested_at.desc(), RUNS.c.run_id)
+    newest_first = RUNS.c.requested_at.desc(), RUNS.c.run_id.desc()
     for exact in (RUNS.c.run_id == reference, RUNS.c.name == reference):
-        if rows := await store.fetch(newest_first.where(exact).limit(1)):
+        if rows := await store.fetch(RUNS_AND_PROGRESS.where(exact).order_by(*newest_first).limit(1)):
             return rows[0]
-    for beginning in (begins_with(RUNS.c.run_id, reference), begins_with(RUNS.c.name, reference)):
-        rows = await store.fetch(newest_first.where(beginning).limit(MAX_CANDIDATES))
+    for column in (RUNS.c.run_id, RUNS.c.name):
+        # In the order of the index: to find the newest of a hundred thousand that begin alike, all would be read.
+        query = RUNS_AND_PROGRESS.where(begins_with(column, reference)).order_by(column)
+        rows = await store.fetch(query.limit(MAX_CANDIDATES))
         if len(rows) > 1:
             raise AmbiguousReference(reference, list(rows))
         if rows:

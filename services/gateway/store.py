@@ -11,6 +11,7 @@ import dataclasses
 import time
 import types
 import typing
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 log = structlog.get_logger(__name__)
 
 #: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
@@ -43,6 +44,10 @@ class _Text(sa.TypeDecorator[str]):
 
     impl = sa.Text
     cache_ok = True
+
+    @property
+    def python_type(self) -> type[str]:
+        return str
 
     def load_dialect_impl(self, dialect: sa.Dialect) -> sa.types.TypeEngine[str]:
         return dialect.type_descriptor(sa.Text(collation="C" if dialect.name == "postgresql" else None))
@@ -93,15 +98,25 @@ RUNS = _table(
     ("run_id",),
     [
         ("requested_at", "run_id"),
-        ("name",),
+        ("name", "requested_at", "run_id"),
         ("evaluates", "requested_at"),
         *((column, "requested_at", "run_id") for column in ("state", "user", "team", "model")),
     ],
 )
+#: How many runs have each value of a column: kept, since counting a million of them takes seconds.
+COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
+RUN_COUNTS = sa.Table(
+    "run_counts",
+    METADATA,
+    sa.Column("column", _Text, primary_key=True),
+    sa.Column("value", _Text, primary_key=True),
+    sa.Column("runs", sa.BigInteger, nullable=False),
+    sa.Index("ix_run_counts_column_runs", "column", "runs"),
+)
 PROGRESS = _table("progress", Progress, ("run_id",))
 CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
 NODES = _table("nodes", Node, ("node_id",))
-DATASETS = _table("training_datasets", Dataset, ("dataset_id",))
+DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id")])
 MODELS = _table("models", Model, ("name", "version"))
 POINTS = _table("points", Point, ("run_id", "kind", "name", "node_id", "step"), [("time",)])
 EVENTS = sa.Table(
@@ -256,7 +271,7 @@ class Store:
         )
 
     async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
-        for table in (RUNS, PROGRESS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
+        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
             await connection.execute(table.delete())
         await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
         if keep_events_to:
@@ -284,11 +299,31 @@ class Store:
 
     async def save(self, connection: AsyncConnection, before: Rows, after: Rows) -> None:
         """Write the rows of ``after`` that differ from ``before``."""
-        await self.upsert(connection, RUNS, _changed_rows(before.runs, after.runs))
+        changed = _changed_rows(before.runs, after.runs)
+        await self.upsert(connection, RUNS, changed)
+        await self._count(connection, [before.runs.get(run.run_id) for run in changed], changed)
         await self.upsert(connection, CHECKPOINTS, _changed_rows(before.checkpoints, after.checkpoints))
         await self.upsert(connection, NODES, _changed_rows(before.nodes, after.nodes))
         await self.upsert(connection, DATASETS, after.datasets.values())
         await self.upsert(connection, MODELS, after.models.values())
+
+    async def _count(self, connection: AsyncConnection, before: list[Run | None], after: list[Run]) -> None:
+        """Bring the counts of runs from what the rows were to what they are."""
+        change: Counter[tuple[str, str | None]] = Counter()
+        for column in COUNTED_COLUMNS:
+            change.update((column, getattr(run, column)) for run in after)
+            change.subtract((column, getattr(run, column)) for run in before if run is not None)
+        rows = [
+            {"column": column, "value": value, "runs": runs}
+            for (column, value), runs in change.items()
+            if value is not None and runs
+        ]
+        for start in range(0, len(rows), CHUNK):
+            statement = self._insert(RUN_COUNTS)
+            added = {"runs": RUN_COUNTS.c.runs + statement.excluded.runs}
+            statement = statement.on_conflict_do_update(index_elements=["column", "value"], set_=added)
+            await connection.execute(statement, rows[start : start + CHUNK])
+        await connection.execute(RUN_COUNTS.delete().where(RUN_COUNTS.c.runs == 0))
 
     async def upsert(
         self, connection: AsyncConnection, table: sa.Table, rows: Iterable[Any], *, where: str | None = None

@@ -266,11 +266,16 @@ class RunSummary(View):
     mlflow_experiment_id: str | None
 
 
-class RunPage(View):
-    """Runs, newest first; ``next_cursor`` asks for those after."""
+class Page(View):
+    """A part of a list."""
+
+    next_cursor: str | None = Field(default=None, description="give it as `cursor` for what comes after")
+
+
+class RunPage(Page):
+    """Runs, newest first."""
 
     runs: list[RunSummary]
-    next_cursor: str | None = None
     #: With ``counts=true``: column (state, kind, user, team, model) -> value -> how many runs have it.
     counts: dict[str, dict[str, int]] | None = None
 
@@ -478,11 +483,11 @@ class About(View):
     mlflow_url: str | None
 
 
-class Nodes(View):
+class Nodes(Page):
     nodes: list[Node]
 
 
-class Datasets(View):
+class Datasets(Page):
     datasets: list[rows.Dataset]
 
 
@@ -491,7 +496,7 @@ class ModelVersion(rows.Model):
     champion: bool = False
 
 
-class Models(View):
+class Models(Page):
     models: list[ModelVersion]
 
 

@@ -20,6 +20,7 @@ from contracts.base import run_id_for
 from contracts.envelope import Envelope
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
 from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
@@ -306,6 +307,67 @@ async def test_every_error_is_a_problem_document(gateway: Running, monkeypatch: 
             errors = {code: each["content"] for code, each in route["responses"].items() if code >= "400"}
             assert errors.keys() >= {"404", "422", "500", "503"}, (method, path)
             assert all([*content] == ["application/problem+json"] for content in errors.values()), (method, path)
+
+
+async def test_nodes_datasets_and_models_come_in_pages(gateway: Running, bus: Bus) -> None:
+    for number in range(5):
+        await publish(
+            bus,
+            NodeJoined(node_id=f"n{number}", incarnation="i", address="a", slots=2, lease_ttl_s=3),
+            ModelPromoted(
+                model=f"m{number // 3}",
+                version=1 + number % 3,
+                run_id=f"r{number}",
+                checkpoint_uri="s3://models/c",
+                dataset_id=None,
+                metrics={},
+                reason="better",
+            ),
+            DatasetSharded(
+                dataset_id=f"{number}" * 64,
+                manifest_uri=f"s3://datasets/{number}",
+                feature_store_version="v",
+                split_config_hash="0" * 64,
+                row_count=1,
+                split_counts={"train": 1},
+                shard_count=1,
+                size_bytes=1,
+                created_at=datetime(2026, 1, 1 + number // 2, tzinfo=UTC),
+            ),
+        )
+    listed = {
+        "nodes": [f"n{number}" for number in range(5)],
+        "models": [("m0", 3, True), ("m0", 2, False), ("m0", 1, False), ("m1", 2, True), ("m1", 1, False)],
+        "datasets": [f"{number}" * 64 for number in (4, 3, 2, 1, 0)],
+    }
+    fields = {"nodes": ("node_id",), "models": ("name", "version", "champion"), "datasets": ("dataset_id",)}
+    for kind, expected in listed.items():
+        found: list[Any] = []
+        query: dict[str, Any] = {"limit": 2}
+        while True:
+            page = await gateway.get(f"/{kind}", params=query)
+            keys = [tuple(each[name] for name in fields[kind]) for each in page[kind]]
+            assert len(keys) == min(2, 5 - len(found))
+            found += [key if len(key) > 1 else key[0] for key in keys]
+            query["cursor"] = page["next_cursor"]
+            if query["cursor"] is None:
+                break
+        assert found == expected
+        everything = await gateway.get(f"/{kind}")
+        assert (len(everything[kind]), everything["next_cursor"]) == (5, None)
+
+
+async def test_a_cursor_that_was_not_given_out_is_refused(gateway: Running) -> None:
+    values: list[Any] = [[], [1], ["x"], [None, "r"], [True, "r"], ["x", 10**30], [1.5, "r", 2], {"a": 1}, 7]
+    made = [base64.urlsafe_b64encode(json.dumps(each).encode()).decode() for each in values]
+    for path, fitting in (("/training-runs", None), ("/nodes", ["x"]), ("/models", None), ("/datasets", None)):
+        for value, cursor in [*zip(values, made, strict=True), (None, "bad"), (None, "é"), (None, "WzFd\0")]:
+            answer = await gateway.client.get(path, params={"cursor": cursor})
+            if fitting is not None and value == fitting:
+                assert answer.status_code == 200
+                continue
+            assert answer.status_code == 422, (path, value, answer.text)
+            assert answer.json()["type"].endswith("bad-cursor")
 
 
 async def test_pages_by_cursor(gateway: Running, bus: Bus) -> None:

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from contracts.events.run import RunAccepted
+from services.gateway import queries
 from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
@@ -19,7 +20,7 @@ from services.gateway.store import METADATA, PROJECTIONS, SCHEMA, ProjectionMove
 from services.kit.bus import Bus
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 
-TABLES = ("runs", "progress", "checkpoints", "nodes", "training_datasets", "models", "points", "events")
+TABLES = ("runs", "progress", "checkpoints", "nodes", "training_datasets", "models", "points", "events", "run_counts")
 
 
 async def publish(bus: Bus, *events: Any) -> int:
@@ -122,6 +123,20 @@ async def test_rivals_share_the_work(bus: Bus, gateway_settings: GatewaySettings
         shared = await contents(store)
         await rebuild(gateway_settings)
         assert await contents(store) == shared
+
+
+async def test_the_counts_that_are_kept_are_those_that_are_counted(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    everyone = queries.RunFilter(since_s=0.0)  # a condition that all meet: then they are counted
+    async with Store(gateway_settings.database_url) as store:
+        for number, user in enumerate(["ada", "bob", None, "a\0"]):
+            spec = SPEC.model_copy(update={"user": user, "team": "vision", "model": "digits"})
+            await publish(bus, *life(f"r{number}", spec)[: 4 + 5 * number])
+            await project(bus, store)
+            kept = await queries.count_runs(store, queries.RunFilter())
+            assert kept == await queries.count_runs(store, everyone)
+            assert sum(kept["state"].values()) == number + 1
+        await rebuild(gateway_settings)
+        assert await queries.count_runs(store, queries.RunFilter()) == kept
 
 
 async def test_another_stream_means_another_read_model(bus: Bus, gateway_settings: GatewaySettings) -> None:

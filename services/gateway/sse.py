@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+import structlog
 from pydantic import BaseModel
 
 from services.gateway import metrics
 from services.kit.bus import Bus, Message
+
+log = structlog.get_logger(__name__)
 
 #: Seconds without an event after which a comment is sent, so that proxies keep the connection.
 HEARTBEAT_S = 10.0
@@ -72,6 +75,9 @@ class EventStream:
                     if time.monotonic() - spoken > HEARTBEAT_S:
                         yield b": heartbeat\n\n"
                         spoken = time.monotonic()
+        except (asyncio.CancelledError, GeneratorExit):
+            log.info("a reader of events has left", subjects=self._subjects, last_event_id=self._sent)
+            raise
         finally:
             clients.dec()
 

@@ -10,10 +10,49 @@ from collections.abc import Callable, Iterator
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from services.kit.metrics import READERS_CUT_OFF
 from services.kit.service import Service
 
 log = structlog.get_logger(__name__)
+
+
+#: Seconds within which a reader has to take what waits for it, some 50 KB at the least, or it is cut off.
+READER_PATIENCE_S = 60.0
+
+
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP that ends the connection of a reader which takes nothing: else its answer would be held for ever.
+
+    It comes back where it was: with ``Last-Event-ID`` to a stream of events, with ``Range`` to a file.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._deadline = asyncio.get_running_loop().call_later(READER_PATIENCE_S, self._cut_off)
+
+    def resume_writing(self) -> None:
+        self._forget_deadline()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cut_off(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        log.warning("cut off a slow reader", path=self.scope["path"], client=self.client, waiting_bytes=waiting)
+        READERS_CUT_OFF.inc()
+        # Not close: it would first wait until the reader has taken what is in the buffer.
+        self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -50,6 +89,7 @@ def serve_http(
     """
     config = uvicorn.Config(
         api,
+        http=PatientProtocol,
         log_config=None,
         access_log=False,
         lifespan="off",

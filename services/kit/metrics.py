@@ -53,6 +53,9 @@ PUBLISH_RETRIES = Counter("trainbus_publish_retries_total", "Publishes tried aga
 CONNECTED = Gauge("trainbus_bus_connected", "1 while connected to NATS.")
 RECONNECTS = Counter("trainbus_bus_reconnects_total", "Times the connection to NATS came back.")
 FOLLOW_SEQUENCE = Gauge("trainbus_follow_sequence", "Last stream sequence a follower has read.", ["stream"])
+READERS_CUT_OFF = Counter(
+    "trainbus_http_readers_cut_off_total", "Connections ended since their reader took nothing of its answer."
+)
 LEADER = Gauge("trainbus_leader", "1 while this instance holds its service's lease.", ["lease"])
 LOOP_LAG_SECONDS = Histogram(
     "trainbus_loop_lag_seconds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ import pytest_asyncio
 from rich.console import Console
 
 from contracts.events.dataset import DatasetIngestFailed, DatasetProgress
+from contracts.events.node import NodeJoined
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -34,6 +36,7 @@ from services.kit.settings import Settings
 from tests.client_address import serve_clients
 from tests.lives import supported
 from trainbus import AsyncClient
+from trainbus.client import run_list
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
 from trainbus.client.pace import TrainingPace
@@ -313,6 +316,41 @@ async def test_a_request_without_an_answer_is_a_run(client: AsyncClient) -> None
     assert (await client.why("digits")).state == "requested"
     with pytest.raises(NotFoundError):
         await client.find_run("nothing")
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+async def test_a_run_that_ends_while_it_is_listed_is_listed_once(
+    client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    await publish(bus, accepted(), accepted("r2"))
+    get, asked, is_answered = client.connection.get, [], asyncio.Event()
+
+    async def end_meanwhile(path: str, params: Any = None) -> Any:
+        asked.append(path)
+        number = len(asked)
+        if number > 1:
+            await is_answered.wait()
+        if number == moment:
+            await publish(bus, RunFailed(run_id=RUN, reason="no memory"))
+        try:
+            return await get(path, params)
+        finally:
+            is_answered.set()
+
+    monkeypatch.setattr(client.connection, "get", end_meanwhile)
+    assert [(view.run_id, view.state) for view in await client.runs(include_ended=False)] == [
+        (RUN, "failed"),
+        ("r2", "accepted"),
+    ]
+
+
+async def test_nodes_are_listed_however_many_there_are(
+    client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_list, "PAGE", 2)
+    for number in range(5):
+        await publish(bus, NodeJoined(node_id=f"n{number}", incarnation="i", address="a", slots=2, lease_ttl_s=3))
+    assert [view.node_id for view in await client.nodes()] == [f"n{number}" for number in range(5)]
 
 
 async def test_a_request_that_was_answered_is_what_the_facts_say(client: AsyncClient, bus: Bus) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -17,7 +16,7 @@ from trainbus.client.views import AWAITING, NodeView, RunView
 
 #: Ended runs that a list holds unless all are asked for.
 MAX_ENDED_RUNS = 20
-#: Runs in one answer.
+#: Runs or nodes in one answer.
 PAGE = 500
 LIVE_STATES = [state for state in STATES if state not in TERMINAL_STATES]
 ENDED_STATES = [state for state in STATES if state in TERMINAL_STATES]
@@ -33,14 +32,12 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     if include_ended:
         views = [view async for view in _read_pages(connection, chosen, {})]
     else:
-        live, ended = await asyncio.gather(
-            _read_first(_read_pages(connection, chosen, {"state": LIVE_STATES}), None),
-            _read_first(
-                _read_pages(connection, chosen, {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}),
-                MAX_ENDED_RUNS,
-            ),
-        )
-        views = sorted([*live, *ended], key=lambda view: (view.requested_at or datetime.min, view.run_id), reverse=True)
+        # In this order a run that ends meanwhile is in both lists, and counts as ended; in the other, in neither.
+        live = await _read_first(_read_pages(connection, chosen, {"state": LIVE_STATES}), None)
+        ended_only = {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}
+        ended = await _read_first(_read_pages(connection, chosen, ended_only), MAX_ENDED_RUNS)
+        found = {view.run_id: view for view in [*live, *ended]}.values()
+        views = sorted(found, key=lambda view: (view.requested_at or datetime.min, view.run_id), reverse=True)
         views = views[: chosen.limit]
     requested = [view for view in views if view.state == "requested"]
     if requested:
@@ -100,7 +97,14 @@ async def explain_requested(connection: Connection, run_id: str) -> str:
 
 async def list_nodes(connection: Connection) -> list[NodeView]:
     """Return the nodes and what runs on them, in the order of their names."""
-    return [read_node(each) for each in (await connection.get("/nodes"))["nodes"]]
+    found: list[NodeView] = []
+    wanted: dict[str, Any] = {"limit": PAGE}
+    while True:
+        page = await connection.get("/nodes", wanted)
+        found += map(read_node, page["nodes"])
+        if page["next_cursor"] is None:
+            return found
+        wanted["cursor"] = page["next_cursor"]
 
 
 def read_summary(found: Mapping[str, Any]) -> RunView:

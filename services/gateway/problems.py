@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from contracts.envelope import InvalidData
 from contracts.problems import describe_detail
 from services.gateway.commands import BusUnavailable, KeyReused
-from services.gateway.paging import BadCursor
+from services.gateway.pages import BadCursor
 from services.gateway.queries import NotFound
 from services.gateway.run_lookup import AmbiguousReference
 from services.gateway.views import FieldProblem

@@ -16,7 +16,7 @@ from contracts.state.node import drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
 from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
-from services.gateway.paging import Order
+from services.gateway.pages import Order
 from services.gateway.store import (
     CHECKPOINTS,
     COUNTED_COLUMNS,

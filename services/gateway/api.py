@@ -6,12 +6,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Header, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -27,12 +27,13 @@ from contracts.events.train import (
     RestoreRequested,
     StopStudyRequested,
     TrainRequested,
+    TuneRequested,
     UndrainRequested,
 )
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
-from services.gateway.commands import MAX_KEY, Commands, KeyReused, recorded_why, same_request
-from services.gateway.event_routes import event_routes, read_newest
+from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
+from services.gateway.event_routes import event_routes
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
@@ -47,31 +48,22 @@ from services.gateway.page import (
     PAGE,
     docs_assets_dir,
 )
+from services.gateway.parameters import MAX_RANGE, Follow, Key, LastEventId, Limit, RangeLimit, Reason, Text
 from services.gateway.policy_routes import policy_routes
 from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import NotFound, Row
+from services.gateway.ranges import cut_range, read_newest, read_range
 from services.gateway.run_lookup import fetch_run, find_run
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
 from services.kit.service import Service
 
-Key = Annotated[
-    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
-]
-LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, description="go on after this event")]
-Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
 #: A time before now, as ``since`` takes it.
 AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
-Text = Annotated[str | None, Query(max_length=200)]
-Limit = Annotated[int, Query(ge=1, le=500)]
-#: The longest range of events in one answer.
-MAX_RANGE = 10_000
-RangeLimit = Annotated[int, Query(ge=1, le=MAX_RANGE, description="without follow: at most so many events")]
-Reason = Annotated[str, Query(max_length=2000)]
 
 
 def build_api(service: Service, projection: Projection, files: RunFiles, settings: GatewaySettings) -> FastAPI:
@@ -127,7 +119,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     async def post_run(request: Request, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
         body = await _json_body(request)
-        train, envelope = commands.parse_train(body, key or "")
+        train, envelope = commands.parse(TrainRequested, body, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
         known: Row | None = None
         if key:
@@ -153,7 +145,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     )
     async def post_study(request: Request, response: Response, key: Key = None) -> views.AcceptedStudyRequest:
         """Ask for a search over hyper-parameters. 202: it is on the bus, and will be accepted or rejected."""
-        tune, envelope = commands.parse_tune(await _json_body(request), key or "")
+        tune, envelope = commands.parse(TuneRequested, await _json_body(request), key or "")
         study_id = study_id_for(envelope.source, envelope.id)
         response.headers["Location"] = f"/hpo/studies/{study_id}"
         return await commands.publish_study(tune, envelope, study_id)
@@ -190,9 +182,9 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         await projection.catch_up()
         await queries.find_node_id(store, node_id)
         envelope = commands.envelope(kind, key or "")
-        accepted = await commands.publish(kind(node_id=node_id, **fields), envelope, "")
+        ack = await commands.store(kind(node_id=node_id, **fields), envelope)
         return views.AcceptedNodeRequest(
-            node_id=node_id, request_id=accepted.request_id, duplicate=accepted.duplicate, sequence=accepted.sequence
+            node_id=node_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
         )
 
     @router.post("/nodes/{node_id}/drain", status_code=202, response_model=views.AcceptedNodeRequest)
@@ -358,16 +350,6 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return Response(status_code=204)  # an EventSource then does not come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
-    async def read_stored(stream: str, subject: str, after: int, encode: Encode, limit: int) -> views.StoredRange:
-        """Read at most ``limit`` events that are stored after a sequence."""
-        found: list[Message[Any]] = []
-        async with aclosing(bus.follow(stream, (subject,), after + 1, until_caught_up=True)) as batches:
-            async for batch in batches:
-                found += batch
-                if len(found) > limit:
-                    break
-        return views.StoredRange.of([(item.sequence, encode(item)[1]) for item in found], limit, after)
-
     async def read_tail(subject: str, after: int, lines: int) -> views.Logs:
         """Read the last batches that together hold so many lines, of those after a sequence."""
 
@@ -393,8 +375,10 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.PROGRESS.name, subject, last_event_id, _terminal, _encode_metrics, "metrics"
             )
-        found = await read_stored(topology.PROGRESS.name, subject, last_event_id, _encode_metrics, limit)
-        return views.Metrics(batches=found.items, **found.position)
+        batches, position = await read_range(
+            bus, topology.PROGRESS.name, (subject,), last_event_id, limit, _encode_metrics
+        )
+        return views.Metrics(batches=batches, **position)
 
     @router.get("/training-runs/{run}/logs", response_model=views.Logs)
     async def get_logs(
@@ -411,8 +395,8 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
         if tail is not None:
             return await read_tail(subject, last_event_id, tail)
-        found = await read_stored(topology.LOGS.name, subject, last_event_id, _encode_log, limit)
-        return views.Logs(batches=found.items, **found.position)
+        batches, position = await read_range(bus, topology.LOGS.name, (subject,), last_event_id, limit, _encode_log)
+        return views.Logs(batches=batches, **position)
 
     @router.get("/training-runs/{run}/events", response_model=views.Facts)
     async def get_events(
@@ -427,8 +411,8 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             )
         await projection.catch_up()  # what was told of the run before the question is in the answer
         facts = await queries.run_facts(store, row["run_id"], last_event_id, limit + 1)
-        found = views.StoredRange.of([(fact.sequence, fact) for fact in facts], limit, last_event_id)
-        return views.Facts(events=found.items, **found.position)
+        events, position = cut_range([(fact.sequence, fact) for fact in facts], limit, last_event_id)
+        return views.Facts(events=events, **position)
 
     return router
 

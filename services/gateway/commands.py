@@ -12,7 +12,7 @@ import nats.errors
 from contracts import subjects, topology
 from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
-from contracts.events.train import TrainRequested, TuneRequested
+from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
@@ -26,7 +26,6 @@ from services.kit.bus import Bus, PublishAck, TransientError
 PUBLISH_TIMEOUT_S = 10.0
 WHY_TIMEOUT_S = 2.0
 DIFF_TIMEOUT_S = 40.0
-MAX_KEY = 255
 
 
 R = TypeVar("R", bound=Request)
@@ -49,14 +48,6 @@ class Commands:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    def parse_train(self, body: bytes, key: str) -> tuple[TrainRequested, Envelope]:
-        """The train request in ``body``.
-
-        Raises:
-            InvalidData: with the problem of each field, as the contract states it.
-        """
-        return self.parse(TrainRequested, body, key)
-
     def parse(self, kind: type[R], body: bytes, key: str, **fields: str) -> tuple[R, Envelope]:
         """The request in ``body``; ``fields`` are those that the address holds.
 
@@ -75,24 +66,9 @@ class Commands:
             raise InvalidData(envelope, [("", f"the body must be a {kind.verb} request")])
         return request, envelope
 
-    def parse_tune(self, body: bytes, key: str) -> tuple[TuneRequested, Envelope]:
-        """The request for a study in ``body``.
-
-        Raises:
-            InvalidData: with the problem of each field, as the contract states it.
-        """
-        envelope = self.envelope(TuneRequested, key)
-        try:
-            data = read_json(body)
-        except EnvelopeError as error:
-            raise InvalidData(envelope, [("", str(error))]) from error
-        request = parse(envelope, data)
-        assert isinstance(request, TuneRequested)
-        return request, envelope
-
     async def publish_study(self, request: Request, envelope: Envelope, study_id: str) -> AcceptedStudyRequest:
         """Publish a request about a study and wait until it is stored."""
-        ack = await self._store(request, envelope)
+        ack = await self.store(request, envelope)
         return AcceptedStudyRequest(
             study_id=study_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
         )
@@ -111,12 +87,18 @@ class Commands:
 
     async def publish(self, request: Request, envelope: Envelope, run_id: str, **answer: Any) -> AcceptedRequest:
         """Publish and wait until it is stored. ``answer`` goes into the answer besides what the bus returns."""
-        ack = await self._store(request, envelope)
+        ack = await self.store(request, envelope)
         return AcceptedRequest(
             run_id=run_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence, **answer
         )
 
-    async def _store(self, request: Request, envelope: Envelope) -> PublishAck:
+    async def store(self, request: Request, envelope: Envelope) -> PublishAck:
+        """Publish and wait until it is stored.
+
+        Raises:
+            KeyReused: another request has this event's id.
+            BusUnavailable: NATS does not answer.
+        """
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 ack = await self._bus.publish_event(request, request.subject, envelope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request
+from fastapi import APIRouter, Path, Request
 
 from contracts import subjects
 from contracts.base import TOKEN_PATTERN
@@ -20,13 +20,11 @@ from contracts.events.train import (
 )
 from contracts.state.model import ModelSettings
 from services.gateway import queries, views
-from services.gateway.commands import MAX_KEY, Commands
+from services.gateway.commands import Commands
+from services.gateway.parameters import Key
 from services.gateway.projection import Projection
 
 Name = Annotated[str, Path(pattern=TOKEN_PATTERN, description="name of the registered model")]
-Key = Annotated[
-    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
-]
 #: What a model can be asked for: the last part of the address -> the request.
 ACTIONS: dict[str, type[BusRequest]] = {
     "promote": PromoteRequested,
@@ -66,9 +64,9 @@ def model_routes(
     def add_action(action: str, kind: type[BusRequest]) -> None:
         async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:
             event, envelope = commands.parse(kind, await read_body(request), key or "", model=name)
-            accepted = await commands.publish(event, envelope, "")
+            ack = await commands.store(event, envelope)
             return views.AcceptedModelRequest(
-                model=name, request_id=accepted.request_id, duplicate=accepted.duplicate, sequence=accepted.sequence
+                model=name, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
             )
 
         act.__doc__ = f"{kind.__doc__} The body has the fields of `{kind.verb}.requested`, without `model`."

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request
 
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from services.gateway import queries, views
-from services.gateway.commands import MAX_KEY, Commands
+from services.gateway.commands import Commands
+from services.gateway.parameters import Key
 from services.kit.bus import Bus
 
-Key = Annotated[
-    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
-]
 BODY: dict[str, Any] = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 }
@@ -55,12 +53,12 @@ def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], A
         It is in force once `GET /policy` shows its digest; `request.<id>.refused` says why it is not.
         """
         event, envelope = commands.parse(AdoptPolicyRequested, await read_body(request), key or "")
-        accepted = await commands.publish(event, envelope, "")
+        ack = await commands.store(event, envelope)
         return views.AcceptedPolicyRequest(
             digest=event.policy.digest,
-            request_id=accepted.request_id,
-            duplicate=accepted.duplicate,
-            sequence=accepted.sequence,
+            request_id=envelope.id,
+            duplicate=ack.duplicate,
+            sequence=ack.sequence,
         )
 
     return router

@@ -325,26 +325,6 @@ class Range(View):
     has_more: bool = Field(description="whether more was there, after `last_event_id`")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """What one answer has of a stream."""
-
-    items: list[Any]
-    last_event_id: int
-    has_more: bool
-
-    @classmethod
-    def of(cls, found: list[tuple[int, Any]], limit: int, after: int) -> StoredRange:
-        """Return the first ``limit`` of what was found, each with its sequence, after the sequence ``after``."""
-        kept = found[:limit]
-        return cls([item for _, item in kept], kept[-1][0] if kept else after, len(found) > limit)
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The fields of ``Range``."""
-        return {"last_event_id": self.last_event_id, "has_more": self.has_more}
-
-
 class Facts(Range):
     events: list[Fact]
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import nats.errors
@@ -37,6 +38,8 @@ REFOLD_BATCH = 2000
 REWIND_CHECK_S = 1.0
 #: How long an answer may wait for the read model to hold what its client has published before.
 CATCH_UP_S = 2.0
+#: How long an event may take into the read model before it is asked whether it can be decoded at all.
+DECODE_S = 0.2
 
 
 class Projection:
@@ -47,6 +50,11 @@ class Projection:
         #: Streams whose end has been reached at least once: before that, answers are history.
         self.caught_up: set[str] = set()
         self._advanced = asyncio.Condition()
+        #: The look at the ends of the streams that is being taken, and the one that waits for its end.
+        self._look: asyncio.Task[bool] | None = None
+        self._next_look: asyncio.Task[bool] | None = None
+        #: Stream -> the last sequence at which it ended with what cannot be decoded.
+        self._unreadable_ends: dict[str, int] = {}
 
     @property
     def ready(self) -> bool:
@@ -163,25 +171,41 @@ class Projection:
     async def catch_up(self) -> bool:
         """Wait until everything that is stored at this moment is in the read model.
 
-        What a client has published before it asks is then in the answer.
+        What a client has published before it asks is then in the answer. Those who ask while a look is taken at what is
+        stored share the next one: that one may have been taken before their client published.
         """
+        if self._next_look is None:
+            self._next_look = asyncio.create_task(self._look_after(self._look))
+        return await asyncio.shield(self._next_look)
+
+    async def _look_after(self, earlier: asyncio.Task[bool] | None) -> bool:
+        if earlier is not None:
+            await asyncio.wait([earlier])
+        self._look, self._next_look = self._next_look, None
         try:
             async with asyncio.timeout(CATCH_UP_S):
                 for stream in (REQUESTS, FACTS):
-                    await self._wait_for_position(stream, await self._last_readable(stream))
+                    await self._wait_for_end(stream)
         except TimeoutError:
             return False
         return True
 
-    async def _last_readable(self, stream: str) -> int:
-        """Sequence of the last event that the projection will see; what cannot be decoded it never does."""
-        position = await self.store.position(stream)
+    async def _wait_for_end(self, stream: str) -> None:
+        """Wait until the read model has the last event of a stream that it will see: what cannot be decoded it never
+        does.
+        """
         state = (await self._stream_info(stream)).state
         # (The sequences of an empty stream need not begin at 1.)
-        if state.last_seq <= position or not state.messages:
-            return position
+        if not state.messages or state.last_seq == self._unreadable_ends.get(stream):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DECODE_S):
+                return await self._wait_for_position(stream, state.last_seq)
+        position = await self.store.position(stream)
         ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
-        return ahead[-1].sequence if ahead else position
+        await self._wait_for_position(stream, ahead[-1].sequence if ahead else position)
+        if not ahead or ahead[-1].sequence < state.last_seq:
+            self._unreadable_ends[stream] = state.last_seq
 
     async def _wait_for_position(self, stream: str, sequence: int) -> None:
         async with self._advanced:

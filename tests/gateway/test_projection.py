@@ -16,7 +16,7 @@ from services.gateway import queries
 from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import METADATA, PROJECTIONS, SCHEMA, ProjectionMoved, Store
+from services.gateway.store import METADATA, PROJECTIONS, RUNS, SCHEMA, ProjectionMoved, Store
 from services.kit.bus import Bus
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 
@@ -123,6 +123,43 @@ async def test_rivals_share_the_work(bus: Bus, gateway_settings: GatewaySettings
         shared = await contents(store)
         await rebuild(gateway_settings)
         assert await contents(store) == shared
+
+
+async def test_who_asks_at_the_same_time_shares_a_look(
+    bus: Bus, gateway_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    async with Store(gateway_settings.database_url) as store:
+        projection = Projection(bus, store)
+        await projection.adopt()
+        get_info = projection._stream_info
+
+        async def count_info(stream: str) -> Any:
+            asked.append(stream)
+            return await get_info(stream)
+
+        monkeypatch.setattr(projection, "_stream_info", count_info)
+        projecting = [asyncio.create_task(projection.run(stream)) for stream in STREAMS]
+        await publish(bus, RunAccepted(run_id="r0", spec=SPEC, request_id="e", request_source="t"))
+
+        async def ask(number: int) -> None:
+            event = RunAccepted(run_id=f"r{number}", spec=SPEC, request_id="e", request_source="t")
+            await publish(bus, event)
+            assert await projection.catch_up()
+            found = await store.fetch(sa.select(RUNS.c.run_id).where(RUNS.c.run_id == event.run_id))
+            assert len(found) == 1
+
+        await asyncio.gather(*(ask(number) for number in range(1, 101)))
+        assert len(asked) < 100
+        # What cannot be decoded is waited for once.
+        await bus.js.publish("run.rbad.accepted", b"{}")
+        assert await projection.catch_up()
+        reads: list[str] = []
+        monkeypatch.setattr(bus, "read_history", reads.append)
+        assert await projection.catch_up()
+        assert reads == []
+        for task in projecting:
+            task.cancel()
 
 
 async def test_the_counts_that_are_kept_are_those_that_are_counted(bus: Bus, gateway_settings: GatewaySettings) -> None:

@@ -28,8 +28,8 @@ from tests.gateway.conftest import RUN, Running, placed, running
 from tests.lives import supported
 from trainbus import AsyncClient, TrainbusError, load_model
 from trainbus.client.address import StackAddress
-from trainbus.client.errors import NotFoundError
-from trainbus.client.run_files import GatewaySource
+from trainbus.client.errors import NotFoundError, StackUnreachableError
+from trainbus.client.run_files import FileSource, open_file_source
 from trainbus.task import TaskError
 
 TASK = """
@@ -226,6 +226,12 @@ async def test_a_task_is_fetched_as_a_model_that_loads(
         load_model(tmp_path)
 
 
+async def test_without_a_gateway_nothing_is_fetched() -> None:
+    with pytest.raises(StackUnreachableError, match="set TRAINBUS_GATEWAY_URL"):
+        async with open_file_source(StackAddress("nats://n", "http://s3", "key", "secret")):
+            pass
+
+
 async def test_a_broken_connection_goes_on_where_it_was(tmp_path: Path) -> None:
     content = bytes(range(200))
     asked: list[str | None] = []
@@ -244,6 +250,6 @@ async def test_a_broken_connection_goes_on_where_it_was(tmp_path: Path) -> None:
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://gateway") as http:
         artifact = Artifact(name="a b", uri="s3://models/y", sha256=sha256(content), size_bytes=200)
-        await GatewaySource(http).write_artifact(RUN, artifact, tmp_path / "a")
+        await FileSource(http).write_artifact(RUN, artifact, tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == content
     assert asked == [None, "bytes=50-"]

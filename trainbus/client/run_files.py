@@ -1,4 +1,4 @@
-"""The files of runs: over HTTP from the gateway, which needs no credentials, else from the object store."""
+"""The files of runs, over HTTP from the gateway: no credentials of the object store are needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import httpx
@@ -15,16 +14,13 @@ import httpx
 from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import Artifact
 from contracts.spec.run import Code
-from services.kit.chunks import restore_file
 from services.kit.kept_files import list_files, unpack_files
 from services.kit.store.files import hash_file
-from services.kit.store.objects import ObjectStore
 from trainbus.client.address import StackAddress
-from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, open_checkpoint_store, parse_manifest
+from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, parse_manifest
 from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.gateway import check_answer, open_gateway
 
-#: Seconds to connect to the gateway, and without a byte from it.
-CONNECT_S, STALL_S = 3.0, 60.0
 #: Connections that break without a byte more, after which a download is given up.
 MAX_BREAKS = 5
 
@@ -38,61 +34,28 @@ class FetchedCheckpoint:
     paths: tuple[Path, ...]
 
 
-class FileSource(Protocol):
-    """Where the files of runs are read. Nothing that it returns is verified yet, unless it says so."""
-
-    async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
-        """Return the bytes of a checkpoint's manifest."""
-
-    async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
-        """Write a file of a checkpoint."""
-
-    async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
-        """Write an artifact of a run."""
-
-    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
-        """Write the code package of a run."""
-
-
-class StoreSource:
-    """The object store itself."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-
-    async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
-        return await self._objects.get(stored.uri)
-
-    async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
-        await restore_file(self._objects, file, target)
-
-    async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await self._objects.download(artifact.uri, target)
-
-    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await self._objects.download(code.uri, target)
-
-
-class GatewaySource:
-    """The gateway's HTTP interface."""
+class FileSource:
+    """Where the files of runs are read: the gateway. Nothing that it returns or writes is verified yet."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
 
     async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
+        """Return the bytes of a checkpoint's manifest."""
         response = await self._http.get(f"{_checkpoint_path(stored)}/manifest")
-        _check(response)
+        check_answer(response)
         return response.content
 
     async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
+        """Write a file of a checkpoint."""
         await self._download(f"{_checkpoint_path(stored)}/files/{quote(file.path)}", target)
 
     async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
+        """Write an artifact of a run."""
         await self._download(f"/training-runs/{run_id}/artifacts/{quote(artifact.name)}", target)
 
     async def write_code(self, run_id: str, code: Code, target: Path) -> None:
+        """Write the code package of a run."""
         await self._download(f"/training-runs/{run_id}/code", target)
 
     async def _download(self, path: str, target: Path) -> None:
@@ -107,7 +70,7 @@ class GatewaySource:
                     async with self._http.stream("GET", path, headers=headers) as response:
                         if response.status_code >= 400:
                             await response.aread()
-                            _check(response)
+                            check_answer(response)
                         if begin and (response.status_code != 206 or response.headers.get("ETag", "") != etag):
                             file.seek(0)
                             file.truncate()
@@ -127,51 +90,15 @@ def _checkpoint_path(stored: StoredCheckpoint) -> str:
     return f"/training-runs/{stored.commit.run_id}/checkpoints/{stored.step}"
 
 
-def _check(response: httpx.Response) -> None:
-    """Raise the gateway's own words if it has refused."""
-    if response.is_success:
-        return
-    try:
-        detail = response.json()["detail"]
-    except (ValueError, KeyError, TypeError):
-        detail = response.text[:500]
-    raise TrainbusError(f"the gateway answers {response.status_code}: {detail}")
-
-
 @asynccontextmanager
 async def open_file_source(address: StackAddress) -> AsyncIterator[FileSource]:
-    """Open the gateway of a stack, or the object store where none is known, or none that serves files answers.
+    """Open the gateway of a stack for the files of runs.
 
     Raises:
-        StackUnreachableError: neither can be reached.
+        StackUnreachableError: no gateway is named, or it does not answer.
     """
-    problem = ""
-    if address.gateway_url is not None:
-        timeout = httpx.Timeout(STALL_S, connect=CONNECT_S)
-        async with httpx.AsyncClient(base_url=address.gateway_url, timeout=timeout) as http:
-            problem = await _find_problem(http)
-            if not problem:
-                try:
-                    yield GatewaySource(http)
-                except httpx.HTTPError as error:
-                    raise StackUnreachableError(
-                        f"the gateway at {address.gateway_url} does not answer: {error!r} (`trainbus doctor`)"
-                    ) from error
-                return
-    if address.data_dir is None and address.s3_access_key is None and problem:
-        raise StackUnreachableError(f"{problem}, and there are no credentials for the object store (`trainbus doctor`)")
-    async with open_checkpoint_store(address) as objects:
-        yield StoreSource(objects)
-
-
-async def _find_problem(http: httpx.AsyncClient) -> str:
-    """Return why the gateway cannot serve files, '' if it can."""
-    try:
-        routes = (await http.get("/openapi.json")).json()["paths"]
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        return f"the gateway at {http.base_url} does not answer ({error!r})"
-    serves = "/training-runs/{run}/checkpoints/{mark}/manifest" in routes
-    return "" if serves else f"the gateway at {http.base_url} is too old to serve files"
+    async with open_gateway(address) as http:
+        yield FileSource(http)
 
 
 async def fetch_checkpoint(

@@ -98,7 +98,7 @@ async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress)
     await demo_lake.fill_lake(settings, "lake", demo_lake.draw_scans(), lambda _: None)
     package = pack_project(EXAMPLE)
     code = package.code(address.bucket_code)
-    await upload_package(address, package, code["uri"])
+    code["uri"] = await upload_package(address, package)
     probe = Probe(bus, code)
     bar = progress.add_task("runs", total=repeat)
     for number in range(repeat):

@@ -107,7 +107,7 @@ async def test_a_form_names_the_header_that_is_missing(client: httpx.AsyncClient
     assert "Content-Type: application/gzip" in answer.json()["detail"]
 
 
-async def test_a_client_without_credentials_uploads_through_the_gateway(
+async def test_a_client_uploads_through_the_gateway(
     client: httpx.AsyncClient, objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
@@ -115,5 +115,5 @@ async def test_a_client_without_credentials_uploads_through_the_gateway(
     (tmp_path / "code" / "train.py").write_text("print()")
     package = pack_project(tmp_path / "code")
     address = StackAddress("nats://nowhere", None, None, None, gateway_url="http://gateway")
-    uri = await upload_package(address, package, "s3://code/elsewhere")
+    uri = await upload_package(address, package)
     assert await objects.get(uri) == package.body

@@ -125,7 +125,7 @@ class AsyncClient:
         request = build_request(folder, task, package, self.address.bucket_code, options)
         unchecked = "" if options.get("check") is False else await check_submission(request, package)
         if package is not None and request.code is not None:
-            uri = await upload_package(self.address, package, request.code.uri)
+            uri = await upload_package(self.address, package)
             request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
         sent = await self.connection.publish_request(request, options.get("event_id"))
         assert sent.run_id is not None

@@ -120,7 +120,7 @@ async def submit_study(
     if options.get("check") is not False:
         await check_submission(_example_run(run, request), package)
     if package is not None and run.code is not None and request.run is not None:
-        code = run.code.model_copy(update={"uri": await upload_package(client.address, package, run.code.uri)})
+        code = run.code.model_copy(update={"uri": await upload_package(client.address, package)})
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
     published = await client.connection.publish_request(request, event_id)
     assert published.study_id is not None

@@ -20,7 +20,7 @@ from contracts.spec.launchers import describe_launcher
 from trainbus.client.address import StackAddress
 from trainbus.client.data_format import find_local_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
-from trainbus.client.lake import uses_gateway
+from trainbus.client.gateway import check_answer, open_gateway
 from trainbus.client.package import CodePackage
 from trainbus.client.submit_options import SubmitOptions
 
@@ -257,47 +257,16 @@ def locate_task(task: type) -> tuple[Path, str]:
     return file.parents[depth], f"{module}:{task.__name__}"
 
 
-async def upload_package(address: StackAddress, package: CodePackage, uri: str) -> str:
-    """Store a package under its hash, unless it is there; return where it is.
-
-    Through the gateway where this client has no credentials for the object store, or not the packages that it takes.
+async def upload_package(address: StackAddress, package: CodePackage) -> str:
+    """Store a package under its hash, through the gateway; return where it is.
 
     Raises:
-        StackUnreachableError: the object store or the gateway does not answer.
-        UsageError: the client can reach neither.
+        StackUnreachableError: no gateway is named, it or the object store does not answer, or what arrived is damaged.
+        UsageError: the gateway refuses the package, as a node would.
     """
-    if uses_gateway(address):
-        assert address.gateway_url is not None
-        return await _post_package(address.gateway_url, package)
-    from services.kit.store.errors import ObjectNotFound
-    from trainbus.client.object_store import open_object_store
-
-    async with open_object_store(address) as objects:
-        try:
-            if (await objects.head(uri)).size_bytes == len(package.body):
-                return uri
-        except ObjectNotFound:
-            pass
-        await objects.put(uri, package.body, content_type="application/gzip")
-    return uri
-
-
-async def _post_package(gateway_url: str, package: CodePackage) -> str:
-    import httpx
-
-    try:
-        async with httpx.AsyncClient(base_url=gateway_url, timeout=httpx.Timeout(60.0, connect=5.0)) as client:
-            answer = await client.post("/packages", content=package.body, headers={"Content-Type": "application/gzip"})
-    except httpx.HTTPError as error:
-        raise StackUnreachableError(
-            f"the gateway at {gateway_url} does not answer: {error or type(error).__name__} (TRAINBUS_GATEWAY_URL)"
-        ) from error
-    if answer.status_code == 404:
-        raise UsageError(f"the gateway at {gateway_url} takes no packages: it is older than this client")
-    if answer.is_error:
-        detail = answer.json().get("detail") if "json" in answer.headers.get("content-type", "") else answer.text[:200]
-        kind = StackUnreachableError if answer.status_code >= 500 else UsageError
-        raise kind(f"the gateway refuses the package: {detail}")
+    async with open_gateway(address) as http:
+        answer = await http.post("/packages", content=package.body, headers={"Content-Type": "application/gzip"})
+    check_answer(answer)
     stored = answer.json()
     if stored["sha256"] != package.sha256:
         raise StackUnreachableError("the package did not arrive as it was sent: submit it again")

@@ -1,4 +1,4 @@
-"""``trainbus put`` and ``trainbus ls``: by the store itself and by the gateway alone."""
+"""``trainbus put`` and ``trainbus ls``, through the gateway."""
 
 from __future__ import annotations
 
@@ -15,32 +15,24 @@ from services.gateway.lake import lake_routes
 from services.kit.settings import Settings
 from services.kit.store.etags import PART_BYTES
 from services.kit.store.objects import ObjectStore
-from tests.conftest import ACCESS_KEY, SECRET_KEY
 from trainbus.client import lake_transfer
 from trainbus.client.address import StackAddress
-from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
-from trainbus.client.lake import GatewayLake, StoreLake, list_objects, uses_gateway
+from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.lake import Lake, list_objects
 from trainbus.client.lake_transfer import put_files
 
 
-@pytest.fixture(params=["store", "gateway"])
+@pytest.fixture
 async def address(
-    request: pytest.FixtureRequest,
-    objects: ObjectStore,
-    s3_settings: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[StackAddress]:
-    if request.param == "store":
-        yield StackAddress("nats://nowhere", s3_settings.s3_endpoint, ACCESS_KEY, SECRET_KEY, data_dir=tmp_path)
-        return
     app, client = FastAPI(), httpx.AsyncClient
     async with RunFiles(s3_settings) as files:
         app.include_router(lake_routes(s3_settings, files))
         monkeypatch.setattr(
             httpx, "AsyncClient", lambda **options: client(transport=httpx.ASGITransport(app), **options)
         )
-        yield StackAddress("nats://nowhere", None, None, None, gateway_url="http://gateway")
+        yield StackAddress("", None, None, None, gateway_url="http://gateway")
 
 
 @pytest.fixture
@@ -113,22 +105,19 @@ async def test_a_list_has_folders_and_pages(address: StackAddress, lake: str, fo
 async def test_a_large_file_goes_on_where_it_broke_off(
     address: StackAddress, objects: ObjectStore, lake: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_part = {kind: kind.put_part for kind in (StoreLake, GatewayLake)}
+    put_part = Lake.put_part
 
-    for kind in (StoreLake, GatewayLake):
+    async def break_off(self: Lake, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        if number == 3:
+            raise TrainbusError("the connection is lost")
+        await put_part(self, uri, upload_id, number, body)
 
-        async def break_off(self: StoreLake, uri: str, upload_id: str, number: int, body: bytes) -> None:
-            if number == 3:
-                raise TrainbusError("the connection is lost")
-            await put_part[type(self)](self, uri, upload_id, number, body)  # type: ignore[index, arg-type]
-
-        monkeypatch.setattr(kind, "put_part", break_off)
+    monkeypatch.setattr(Lake, "put_part", break_off)
     monkeypatch.setattr(lake_transfer, "CONCURRENCY", 1)
     with pytest.raises(TrainbusError, match="lost"):
         await put_files(address, large, f"{lake}/large.bin")
     assert await list_uris(address, lake) == []
-    for kind, method in put_part.items():
-        monkeypatch.setattr(kind, "put_part", method)
+    monkeypatch.setattr(Lake, "put_part", put_part)
     again = await put_files(address, large, f"{lake}/large.bin")
     assert (again.sent, again.sent_bytes) == (1, 3)
     assert await objects.get(f"{lake}/large.bin") == large.read_bytes()
@@ -145,16 +134,15 @@ async def test_two_clients_may_send_the_same_large_file(
 async def test_another_client_may_end_the_upload_before_all_parts_are_read(
     address: StackAddress, objects: ObjectStore, lake: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_part = {kind: kind.put_part for kind in (StoreLake, GatewayLake)}
+    put_part = Lake.put_part
     others = iter([put_files])
-    for kind in put_part:
 
-        async def come_second(self: StoreLake, uri: str, upload_id: str, number: int, body: bytes) -> None:
-            for put_by_another in others:
-                await put_by_another(address, large, uri)
-            await put_part[type(self)](self, uri, upload_id, number, body)  # type: ignore[index, arg-type]
+    async def come_second(self: Lake, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        for put_by_another in others:
+            await put_by_another(address, large, uri)
+        await put_part(self, uri, upload_id, number, body)
 
-        monkeypatch.setattr(kind, "put_part", come_second)
+    monkeypatch.setattr(Lake, "put_part", come_second)
     monkeypatch.setattr(lake_transfer, "CONCURRENCY", 1)
     assert (await put_files(address, large, f"{lake}/large.bin")).sent == 1
     assert await objects.get(f"{lake}/large.bin") == large.read_bytes()
@@ -184,7 +172,7 @@ async def test_what_cannot_be_put(address: StackAddress, lake: str, folder: Path
         (tmp_path / "absent", f"{lake}/x", "no file or folder"),
         (tmp_path / "bare", f"{lake}/x", "no files but hidden ones"),
         (folder, "lake/x", "give s3://lake/NAME"),
-        (folder, "s3://models/x", "written by the stack alone"),
+        (folder, "s3://models/x", "is not in the lake"),
         (folder, f"{lake}/x", "cannot be printed"),
         (folder / "a.csv", f"{lake}/../x", "cannot be stored"),
     ):
@@ -233,6 +221,6 @@ async def test_the_gateway_checks_what_arrives(
     assert await objects.get(f"{lake}/large.bin") == large.read_bytes()
 
 
-def test_a_client_without_credentials_uses_the_gateway() -> None:
-    assert uses_gateway(StackAddress("nats://n", None, None, None, gateway_url="http://gateway"))
-    assert not uses_gateway(StackAddress("nats://n", "http://s3", "key", "secret", gateway_url="http://gateway"))
+async def test_without_a_gateway_there_is_no_lake() -> None:
+    with pytest.raises(StackUnreachableError, match="set TRAINBUS_GATEWAY_URL"):
+        await list_uris(StackAddress("nats://n", "http://s3", "key", "secret"), "s3://lake")

@@ -1,28 +1,25 @@
-"""Raw data in the store, as a client reaches it: by itself where it has credentials, else through the gateway."""
+"""Raw data in the store, as a client reaches it: through the gateway, which reaches the lake alone."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 from urllib.parse import quote
+
+import httpx
 
 from services.kit.store.etags import md5_of
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.gateway import check_answer, describe_refusal, open_gateway
 
-if TYPE_CHECKING:
-    import httpx
-
-    from services.kit.store.objects import ObjectStore
-
-#: Seconds to connect to the gateway, without a byte from it, and for which a request is repeated.
-CONNECT_S, STALL_S, PATIENCE_S = 3.0, 120.0, 20.0
+#: Seconds for which a request is repeated.
+PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,120 +49,54 @@ class BegunUpload:
     etags: dict[int, str] = field(default_factory=dict)
 
 
-class Lake(Protocol):
-    """Where data is put."""
-
-    async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
-        """Return a page of what is under a prefix."""
-
-    async def put(self, uri: str, body: bytes) -> None:
-        """Store a small object."""
-
-    async def begin_upload(self, uri: str) -> BegunUpload:
-        """Begin or resume an object in parts."""
-
-    async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
-        """Store a part; raises ``UploadEndedError`` if another client has ended the upload."""
-
-    async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
-        """Make the object of its parts; raises ``UploadEndedError`` if another client has ended the upload."""
-
-
 class UploadEndedError(Exception):
     """There is no such upload any more."""
 
 
-class StoreLake:
-    """The object store itself."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-
-    async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
-        from services.kit.store.errors import ObjectNotFound
-
-        try:
-            page = await self._objects.list_page(uri, cursor=cursor, limit=limit, by_folder=not recursive)
-        except ObjectNotFound:
-            raise UsageError(f"there is no bucket {bucket_of(uri)!r}: raw data is in s3://lake, unless set") from None
-        objects = (StoredObject(each.uri, each.size_bytes, each.modified_at, each.etag) for each in page.objects)
-        folders = tuple(f"s3://{bucket_of(uri)}/{each}" for each in page.folders)
-        return ObjectList(tuple(objects), folders, page.next_cursor)
-
-    async def put(self, uri: str, body: bytes) -> None:
-        from services.kit.store.part_uploads import put_whole
-
-        await put_whole(self._objects, uri, body)
-
-    async def begin_upload(self, uri: str) -> BegunUpload:
-        from services.kit.store import part_uploads
-
-        begun = await part_uploads.begin_upload(self._objects, uri)
-        return BegunUpload(begun.upload_id, begun.etags)
-
-    async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
-        from services.kit.store.errors import ObjectNotFound
-        from services.kit.store.part_uploads import put_part
-
-        try:
-            await put_part(self._objects, uri, upload_id, number, body)
-        except ObjectNotFound as error:
-            raise UploadEndedError from error
-
-    async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
-        from services.kit.store.errors import ObjectNotFound
-        from services.kit.store.part_uploads import complete_upload
-
-        try:
-            await complete_upload(self._objects, uri, upload_id, etags)
-        except ObjectNotFound as error:
-            raise UploadEndedError from error
-
-
-class GatewayLake:
-    """The gateway's HTTP interface, which reaches the lake alone."""
+class Lake:
+    """Where data is put: the gateway's HTTP interface."""
 
     def __init__(self, http: httpx.AsyncClient, bucket: str) -> None:
-        self._http, self._bucket = http, bucket
+        self._http, self.bucket = http, bucket
 
     async def list_page(self, uri: str, *, recursive: bool, cursor: str, limit: int) -> ObjectList:
+        """Return a page of what is under a prefix."""
         asked = {"prefix": self._key(uri), "recursive": recursive, "cursor": cursor, "limit": limit}
         page = await self._send("GET", "/lake", params=asked)
         objects = (
             StoredObject(each["uri"], each["size_bytes"], datetime.fromisoformat(each["modified_at"]), each["etag"])
             for each in page["objects"]
         )
-        folders = tuple(f"s3://{self._bucket}/{each}" for each in page["folders"])
+        folders = tuple(f"s3://{self.bucket}/{each}" for each in page["folders"])
         return ObjectList(tuple(objects), folders, page["next_cursor"] or "")
 
     async def put(self, uri: str, body: bytes) -> None:
+        """Store a small object."""
         await self._send("PUT", f"/lake/objects/{quote(self._key(uri))}", body=body)
 
     async def begin_upload(self, uri: str) -> BegunUpload:
+        """Begin or resume an object in parts."""
         begun = await self._send("POST", "/lake/uploads", params={"key": self._key(uri)})
         return BegunUpload(begun["upload_id"], {each["number"]: each["etag"] for each in begun["parts"]})
 
     async def put_part(self, uri: str, upload_id: str, number: int, body: bytes) -> None:
+        """Store a part; raises ``UploadEndedError`` if another client has ended the upload."""
         named = {"key": self._key(uri), "upload_id": upload_id}
         await self._send("PUT", f"/lake/uploads/parts/{number}", params=named, body=body)
 
     async def complete(self, uri: str, upload_id: str, etags: Sequence[str]) -> None:
+        """Make the object of its parts; raises ``UploadEndedError`` if another client has ended the upload."""
         named = {"key": self._key(uri), "upload_id": upload_id}
         await self._send("POST", "/lake/uploads/complete", params=named, json={"etags": list(etags)})
 
     def _key(self, uri: str) -> str:
         bucket, _, key = uri.removeprefix("s3://").partition("/")
-        if bucket != self._bucket:
-            raise UsageError(
-                f"{uri}: the gateway reaches s3://{self._bucket} alone; for another bucket set TRAINBUS_S3_ENDPOINT, "
-                "TRAINBUS_S3_ACCESS_KEY and TRAINBUS_S3_SECRET_KEY"
-            )
+        if bucket != self.bucket:
+            raise UsageError(f"{uri} is not in the lake: raw data is in s3://{self.bucket}, and nowhere else")
         return key
 
     async def _send(self, method: str, path: str, *, body: bytes | None = None, **more: Any) -> Any:
         """Return the gateway's answer; a connection that breaks is made again. Every request may be repeated."""
-        import httpx
-
         headers = {}
         if body is not None:
             md5 = base64.b64encode(bytes.fromhex(md5_of(body))).decode()
@@ -175,7 +106,7 @@ class GatewayLake:
         while True:
             try:
                 answer = await self._http.request(method, path, content=body, headers=headers, **more)
-                problem = f"answers {answer.status_code}: {_detail_of(answer)}"
+                problem = f"answers {answer.status_code}: {describe_refusal(answer)}"
             except httpx.TransportError as error:
                 answer, problem = None, f"does not answer: {error!r}"
             if answer is not None and answer.is_success:
@@ -190,64 +121,17 @@ class GatewayLake:
             delay_s = min(2 * delay_s, 2.0)
 
 
-def _detail_of(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200]
-
-
-def uses_gateway(address: StackAddress) -> bool:
-    """Whether a client reaches the object store through the gateway alone.
-
-    Raises:
-        UsageError: it reaches neither.
-    """
-    has_store_client = importlib.util.find_spec("aioboto3") is not None
-    if has_store_client and (address.data_dir is not None or address.s3_access_key or address.s3_endpoint):
-        return False
-    if address.gateway_url is not None:
-        return True
-    if not has_store_client:
-        raise UsageError(
-            "set TRAINBUS_GATEWAY_URL to the address of the stack's gateway: this client reaches the object store "
-            "through it (or install `trainbus[node]` and set TRAINBUS_S3_*)"
-        )
-    return False
-
-
 @asynccontextmanager
 async def open_lake(address: StackAddress) -> AsyncIterator[Lake]:
-    """Open the object store, or the gateway where this client has no credentials.
+    """Open the lake.
 
     Raises:
-        StackUnreachableError: it does not answer.
-        UsageError: the client can reach neither.
+        StackUnreachableError: no gateway is named, or it or the object store does not answer.
     """
-    if uses_gateway(address):
-        import httpx
-
-        assert address.gateway_url is not None
-        timeout = httpx.Timeout(STALL_S, connect=CONNECT_S)
-        async with httpx.AsyncClient(base_url=address.gateway_url, timeout=timeout) as http:
-            try:
-                answer = await http.get("/lake", params={"limit": 1})
-            except httpx.HTTPError as error:
-                raise StackUnreachableError(
-                    f"the gateway at {address.gateway_url} does not answer: {error!r} (TRAINBUS_GATEWAY_URL)"
-                ) from error
-            if answer.status_code == 404 and "bucket" not in answer.text:
-                raise UsageError(f"the gateway at {address.gateway_url} does not serve the lake: it is too old")
-            if not answer.is_success:
-                raise StackUnreachableError(
-                    f"the gateway at {address.gateway_url} answers {answer.status_code}: {_detail_of(answer)}"
-                )
-            yield GatewayLake(http, answer.json()["bucket"])
-        return
-    from trainbus.client.object_store import open_object_store
-
-    async with open_object_store(address) as objects:
-        yield StoreLake(objects)
+    async with open_gateway(address) as http:
+        answer = await http.get("/lake", params={"limit": 1})
+        check_answer(answer)
+        yield Lake(http, answer.json()["bucket"])
 
 
 async def list_objects(
@@ -263,11 +147,11 @@ async def list_objects(
     An address without a slash at its end is one object, or the folder of this name.
 
     Raises:
-        UsageError: it is no address, or there is no such bucket.
+        UsageError: it is no address in the lake.
         NotFoundError: nothing is there.
     """
     async with open_lake(address) as lake:
-        prefix = check_address(uri) if uri else f"s3://{_lake_bucket(address, lake)}/"
+        prefix = check_address(uri) if uri else f"s3://{lake.bucket}/"
         if not prefix.endswith("/"):
             found = await lake.list_page(prefix, recursive=False, cursor="", limit=1)
             if not any(each.uri == prefix for each in found.objects):
@@ -310,14 +194,3 @@ def check_address(uri: str) -> str:
     if not uri.startswith("s3://") or not bucket:
         raise UsageError(f"{uri!r} is no address in the store: give s3://lake/NAME")
     return uri if slash else f"{uri}/"
-
-
-def _lake_bucket(address: StackAddress, lake: Lake) -> str:
-    if isinstance(lake, GatewayLake):
-        return lake._bucket
-    return address.settings().bucket_lake
-
-
-def bucket_of(uri: str) -> str:
-    """Return the bucket of an address."""
-    return uri.removeprefix("s3://").partition("/")[0]

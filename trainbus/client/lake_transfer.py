@@ -14,7 +14,7 @@ from pathlib import Path
 from services.kit.store.etags import PART_BYTES, etag_of_parts, find_key_problem, md5_of, part_bytes_of
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.client.lake import Lake, StoredObject, UploadEndedError, bucket_of, check_address, list_whole, open_lake
+from trainbus.client.lake import Lake, StoredObject, UploadEndedError, check_address, list_whole, open_lake
 
 #: Requests at a time; each part of them is in memory.
 CONCURRENCY = 6
@@ -55,7 +55,6 @@ async def put_files(
     if not files:
         raise UsageError(f"{path} has no files" + (" but hidden ones" if left_out else ""))
     target = _choose_target(path, check_address(uri))
-    _check_bucket(address, target)
     async with open_lake(address) as lake:
         transfer = _Transfer(lake, advance, sum(size for _, size in files))
         there = {each.uri: each async for each in list_whole(lake, target)}
@@ -195,15 +194,6 @@ def _choose_target(path: Path, uri: str) -> str:
 def _check_key(file: Path, uri: str) -> None:
     if problem := find_key_problem(uri.removeprefix("s3://").partition("/")[2]):
         raise UsageError(f"{file} cannot be stored as {uri}: {problem}")
-
-
-def _check_bucket(address: StackAddress, uri: str) -> None:
-    """Raise UsageError for a bucket that only the services write."""
-    from services.kit.settings import Settings
-
-    settings = Settings() if address.data_dir is None else address.settings()
-    if (bucket := bucket_of(uri)) in (settings.bucket_datasets, settings.bucket_models, settings.bucket_code):
-        raise UsageError(f"s3://{bucket} is written by the stack alone: put raw data into s3://{settings.bucket_lake}")
 
 
 def _etag_of(file: Path, size_bytes: int) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, Chunk
-from contracts.events.run import Artifact, CheckpointRef, RunAccepted, RunCompleted, RunQueued
+from contracts.events.run import Artifact, CheckpointRef, RunAccepted, RunCompleted, RunExited, RunQueued
 from contracts.spec.run import RunSpec
 from services.checkpoint.core.commit import canonical_json
 from services.gateway.files import parse_range
@@ -90,12 +91,16 @@ class StoredFiles:
         await self.bus.publish(fact)
         return uri
 
-    async def complete(self, artifacts: dict[str, bytes]) -> None:
+    async def put_artifacts(self, artifacts: dict[str, bytes]) -> tuple[Artifact, ...]:
         listed = []
         for name, content in artifacts.items():
             uri = await self.put(self.settings.bucket_models, f"artifacts/{name}", content)
             listed.append(Artifact(name=name, uri=uri, sha256=sha256(content), size_bytes=len(content)))
-        for fact in supported(RunCompleted(run_id=RUN, generation=1, artifacts=tuple(listed))):
+        return tuple(listed)
+
+    async def complete(self, artifacts: dict[str, bytes]) -> None:
+        end = RunCompleted(run_id=RUN, generation=1, artifacts=await self.put_artifacts(artifacts))
+        for fact in supported(end):
             await self.bus.publish(fact)
 
 
@@ -189,6 +194,18 @@ async def test_a_script_is_fetched_as_it_left_its_files(
         await client.fetch_model("my script", tmp_path / "got")
 
 
+async def test_artifacts_are_there_once_the_ranks_have_ended(
+    client: AsyncClient, stored: StoredFiles, tmp_path: Path
+) -> None:
+    """What the run staged is not committed yet, which may take as long as the store is behind."""
+    await stored.accept()
+    artifacts = await stored.put_artifacts({"plot.png": b"png"})
+    exited = RunExited(run_id=RUN, generation=1, node_id="n1", outcome="succeeded", artifacts=artifacts)
+    await stored.bus.publish(exited)
+    await client.fetch_model(RUN, tmp_path / "got")
+    assert (tmp_path / "got" / "artifacts" / "plot.png").read_bytes() == b"png"
+
+
 async def test_a_run_that_kept_nothing_says_what_to_do(client: AsyncClient, stored: StoredFiles) -> None:
     await stored.accept()
     with pytest.raises(NotFoundError, match="TRAINBUS_OUTPUT_DIR"):
@@ -253,3 +270,17 @@ async def test_a_broken_connection_goes_on_where_it_was(tmp_path: Path) -> None:
         await FileSource(http).write_artifact(RUN, artifact, tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == content
     assert asked == [None, "bytes=50-"]
+
+
+async def test_a_gateway_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    began = time.monotonic()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if time.monotonic() - began < 1.0:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, content=b"whole")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://gateway") as http:
+        artifact = Artifact(name="a", uri="s3://models/y", sha256=sha256(b"whole"), size_bytes=5)
+        await FileSource(http).write_artifact(RUN, artifact, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"whole"

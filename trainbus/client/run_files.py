@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, pars
 from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
 from trainbus.client.gateway import check_answer, open_gateway
 
-#: Connections that break without a byte more, after which a download is given up.
-MAX_BREAKS = 5
+#: Seconds without a byte more after which a download is given up, the gateway may be restarting; and between attempts.
+PATIENCE_S, RETRY_S = 20.0, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class FileSource:
     async def _download(self, path: str, target: Path) -> None:
         """Write what the gateway sends; a connection that breaks is made again and goes on where it was."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        breaks, etag = 0, ""
+        deadline, etag = time.monotonic() + PATIENCE_S, ""
         with target.open("wb") as file:
             while True:
                 begin = file.tell()
@@ -79,11 +80,13 @@ class FileSource:
                             await asyncio.to_thread(file.write, block)
                     return
                 except httpx.TransportError as error:
-                    breaks = 1 if file.tell() > begin else breaks + 1
-                    if breaks >= MAX_BREAKS:
+                    if file.tell() > begin:
+                        deadline = time.monotonic() + PATIENCE_S
+                    elif time.monotonic() > deadline:
                         raise StackUnreachableError(
                             f"the gateway at {self._http.base_url} breaks off while it sends {path}: {error!r}"
                         ) from error
+                    await asyncio.sleep(RETRY_S)
 
 
 def _checkpoint_path(stored: StoredCheckpoint) -> str:

@@ -184,7 +184,12 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunReleased():
             return {"members": _release(run, fact.node_id)}
         case RunExited():
-            return {"members": _release(run, fact.node_id), "log_tail": list(fact.log_tail) or run.log_tail}
+            return {
+                "members": _release(run, fact.node_id),
+                "log_tail": list(fact.log_tail) or run.log_tail,
+                # Until the run has completed, which is once what its ranks staged is committed.
+                "artifacts": [artifact.model_dump() for artifact in fact.artifacts] or run.artifacts,
+            }
         case RunCompleted():
             found = _checkpoint_fields(fact.checkpoint) if fact.checkpoint else None
             return {

@@ -1,4 +1,4 @@
-"""The files of runs over HTTP: checkpoints, artifacts and code, read from the object store and verified on the way.
+"""The files of runs over HTTP: checkpoints, artifacts, reports and code, from the object store, verified on the way.
 
 A client needs no credentials for the store. Each piece of a file is verified before its bytes are sent, so a connection
 that ends early is the only sign of damage that comes late; the answer's ``ETag`` is the SHA-256 of the whole file.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 from urllib.parse import quote
 
 from fastapi import APIRouter, Header, HTTPException, Path, Response
@@ -44,7 +44,8 @@ Mark = Annotated[str, Path(pattern=r"^(best|last|\d{1,18})$", description="a ste
 Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
 Read = Callable[[int, int], AsyncIterator[bytes]]
-#: Returns the row of the run that a name means.
+#: Returns the files of one kind that a run's row lists, each with name, address, size and hash.
+ListFiles = Callable[[Row], Sequence[Mapping[str, Any]]]
 
 
 class RunFiles:
@@ -134,6 +135,22 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         except ValueError as error:
             raise HTTPException(502, f"{checkpoint.uri} is {error}") from error
 
+    async def send_listed(run: str, name: str, what: str, list_files: ListFiles, wanted: str | None) -> Response:
+        row = await find_run(projection, run)
+        if not any(each["name"] == name for each in list_files(row)):
+            # The run may have ended, or been evaluated, a moment ago.
+            await projection.catch_up()
+            row = await find_run(projection, run)
+        found = next((each for each in list_files(row) if each["name"] == name), None)
+        if found is None:
+            names = ", ".join(each["name"] for each in list_files(row)) or "none"
+            raise HTTPException(404, f"run {row['run_id']} has no {what} {name!r}; it has {names}")
+
+        def read(start: int, stop: int) -> AsyncIterator[bytes]:
+            return files.read_object(found["uri"], start, stop)
+
+        return await respond(read, found["size_bytes"], found["sha256"], wanted)
+
     @router.get("/training-runs/{run}/checkpoints/{mark}/files", response_model=views.CheckpointFiles)
     async def get_files(run: str, mark: Mark) -> views.CheckpointFiles:
         """The files of a checkpoint with their sizes and hashes: of a step, the best or the last."""
@@ -183,20 +200,12 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
     @router.get("/training-runs/{run}/artifacts/{name:path}", response_class=Response)
     async def get_artifact(run: str, name: str, wanted: Range = None) -> Response:
         """One artifact of a run."""
-        row = await find_run(projection, run)
-        if not any(each["name"] == name for each in row["artifacts"]):
-            # The run may have ended a moment ago.
-            await projection.catch_up()
-            row = await find_run(projection, run)
-        found = next((each for each in row["artifacts"] if each["name"] == name), None)
-        if found is None:
-            names = ", ".join(each["name"] for each in row["artifacts"]) or "none"
-            raise HTTPException(404, f"run {row['run_id']} has no artifact {name!r}; it has {names}")
+        return await send_listed(run, name, "artifact", lambda row: row["artifacts"], wanted)
 
-        def read(start: int, stop: int) -> AsyncIterator[bytes]:
-            return files.read_object(found["uri"], start, stop)
-
-        return await respond(read, found["size_bytes"], found["sha256"], wanted)
+    @router.get("/training-runs/{run}/report/{name:path}", response_class=Response)
+    async def get_report(run: str, name: str, wanted: Range = None) -> Response:
+        """One file of the report of a run's evaluation: ``report.json``, ``report.html``, ``report.md``."""
+        return await send_listed(run, name, "report", lambda row: (row["evaluation"] or {}).get("report", ()), wanted)
 
     @router.get("/training-runs/{run}/code", response_class=Response)
     async def get_code(run: str) -> Response:

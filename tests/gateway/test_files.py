@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, Chunk
-from contracts.events.run import Artifact, CheckpointRef, RunAccepted, RunCompleted, RunExited, RunQueued
+from contracts.events.run import Artifact, CheckpointRef, RunAccepted, RunCompleted, RunEvaluated, RunExited, RunQueued
 from contracts.spec.run import RunSpec
 from services.checkpoint.core.commit import canonical_json
 from services.gateway.files import parse_range
@@ -30,6 +30,7 @@ from tests.lives import supported
 from trainbus import AsyncClient, TrainbusError, load_model
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, StackUnreachableError
+from trainbus.client.evaluation_report import read_file, read_report
 from trainbus.client.run_files import FileSource, open_file_source
 from trainbus.task import TaskError
 
@@ -91,10 +92,10 @@ class StoredFiles:
         await self.bus.publish(fact)
         return uri
 
-    async def put_artifacts(self, artifacts: dict[str, bytes]) -> tuple[Artifact, ...]:
+    async def put_artifacts(self, artifacts: dict[str, bytes], folder: str = "artifacts") -> tuple[Artifact, ...]:
         listed = []
         for name, content in artifacts.items():
-            uri = await self.put(self.settings.bucket_models, f"artifacts/{name}", content)
+            uri = await self.put(self.settings.bucket_models, f"{folder}/{name}", content)
             listed.append(Artifact(name=name, uri=uri, sha256=sha256(content), size_bytes=len(content)))
         return tuple(listed)
 
@@ -204,6 +205,26 @@ async def test_artifacts_are_there_once_the_ranks_have_ended(
     await stored.bus.publish(exited)
     await client.fetch_model(RUN, tmp_path / "got")
     assert (tmp_path / "got" / "artifacts" / "plot.png").read_bytes() == b"png"
+
+
+async def test_the_report_of_an_evaluation_is_read_through_the_gateway(
+    client: AsyncClient, gateway: Running, stored: StoredFiles
+) -> None:
+    await stored.accept()
+    await stored.complete({"report.json": b"the run's own"})
+    report = await stored.put_artifacts({"report.json": b'{"metric": "loss"}', "report.html": b"page"}, "evaluation")
+    await stored.bus.publish(RunEvaluated(run_id=RUN, evaluation_run_id="e1", metrics={"loss": 0.5}, report=report))
+    found = await read_report(client.connection, client.address, RUN)
+    assert found.content == {"metric": "loss"}
+    assert await read_file(client.address, RUN, found.files["report.html"]) == b"page"
+    missing = await gateway.client.get(f"/training-runs/{RUN}/report/other")
+    assert (missing.status_code, "it has report.json, report.html" in missing.json()["detail"]) == (404, True)
+    await stored.objects.put(report[1].uri, b"PAGE")
+    with pytest.raises(TrainbusError, match="not the report that was written"):
+        await read_file(client.address, RUN, found.files["report.html"])
+    await stored.objects.delete(report[1].uri)
+    with pytest.raises(NotFoundError, match="no longer in the object store"):
+        await read_file(client.address, RUN, found.files["report.html"])
 
 
 async def test_a_run_that_kept_nothing_says_what_to_do(client: AsyncClient, stored: StoredFiles) -> None:

@@ -1,4 +1,4 @@
-"""The report of a run's evaluation: found by the log, read from the store, every hash verified."""
+"""The report of a run's evaluation: found by the log, read from the gateway, every hash verified."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from contracts import subjects, topology
 from contracts.events.run import Artifact, RunEvaluated, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.texts import describe
-from services.kit.store.errors import ObjectNotFound
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError
-from trainbus.client.object_store import open_object_store
+from trainbus.client.gateway import check_answer, open_gateway
 
 RESULTS = (RunPromotionPending, RunNotPromoted, RunPromoted)
 
@@ -36,8 +36,8 @@ async def read_report(connection: Connection, address: StackAddress, run_id: str
     """Return the report of a run.
 
     Raises:
-        NotFoundError: the run is not evaluated.
-        TrainbusError: the report is gone from the store, or is not what the evaluation wrote.
+        NotFoundError: the run is not evaluated, or its report is gone from the store.
+        TrainbusError: the report is not what the evaluation wrote.
     """
     stored = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunEvaluated.fact))
     results = await connection.read(*(subjects.fact("run", run_id, event.fact) for event in RESULTS))
@@ -50,21 +50,20 @@ async def read_report(connection: Connection, address: StackAddress, run_id: str
     files = {each.name: each for each in stored.event.report}
     content = None
     if "report.json" in files:
-        content = json.loads(await read_file(address, files["report.json"]))
+        content = json.loads(await read_file(address, run_id, files["report.json"]))
     return EvaluationReport(run_id, stored.event, content, result, files)
 
 
-async def read_file(address: StackAddress, artifact: Artifact) -> bytes:
-    """Return a file of the report.
+async def read_file(address: StackAddress, run_id: str, file: Artifact) -> bytes:
+    """Return a file of a run's report.
 
     Raises:
-        TrainbusError: it is gone, or its hash is another.
+        NotFoundError: it is no longer in the store.
+        TrainbusError: its hash is another.
     """
-    async with open_object_store(address) as objects:
-        try:
-            content = await objects.get(artifact.uri)
-        except ObjectNotFound:
-            raise TrainbusError(f"{artifact.uri} is no longer in the store; MLflow may have a copy") from None
-    if hashlib.sha256(content).hexdigest() != artifact.sha256:
-        raise TrainbusError(f"{artifact.uri} is not the report that was written: its SHA-256 is another")
-    return content
+    async with open_gateway(address) as http:
+        answer = await http.get(f"/training-runs/{run_id}/report/{quote(file.name)}")
+    check_answer(answer)
+    if hashlib.sha256(answer.content).hexdigest() != file.sha256:
+        raise TrainbusError(f"{file.uri} is not the report that was written: its SHA-256 is another")
+    return answer.content

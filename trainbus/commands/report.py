@@ -44,7 +44,7 @@ async def report(
     if "report.html" not in found.files:
         raise NotFoundError(f"the report of run {found.run_id} has no page")
     path = html or Path(f"report-{found.run_id}.html")
-    path.write_bytes(await read_file(client.address, found.files["report.html"]))
+    path.write_bytes(await read_file(client.address, found.run_id, found.files["report.html"]))
     if not as_json:
         print(f"page: {path}")
     if open_page:

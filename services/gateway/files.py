@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any, Self
 from urllib.parse import quote
 
-from fastapi import APIRouter, Header, HTTPException, Path, Response
+from fastapi import APIRouter, Header, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
 from contracts.best_checkpoint import find_best, ranking_metrics
@@ -41,6 +41,7 @@ PATIENCE_S = 10.0
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 Mark = Annotated[str, Path(pattern=r"^(best|last|\d{1,18})$", description="a step, best or last")]
+Generation = Annotated[int | None, Query(ge=0, description="of those of one step; default: the last generation's")]
 Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
 Read = Callable[[int, int], AsyncIterator[bytes]]
@@ -110,11 +111,13 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
     """Return the routes of checkpoints' files, artifacts and code."""
     router, store = APIRouter(), projection.store
 
-    async def find_checkpoint(run: str, mark: str) -> tuple[Row, Checkpoint]:
+    async def find_checkpoint(run: str, mark: str, generation: int | None) -> tuple[Row, Checkpoint]:
         row = await find_run(projection, run)
         for is_last_try in (False, True):
             known = [each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None]
-            found = select_checkpoint(row, known, mark)
+            # A generation that began further back may have committed the same step again.
+            known.sort(key=lambda each: (each.step, each.generation))
+            found = select_checkpoint(row, known, mark, generation)
             if isinstance(found, Checkpoint):
                 return row, found
             if not is_last_try:
@@ -152,9 +155,9 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         return await respond(read, found["size_bytes"], found["sha256"], wanted)
 
     @router.get("/training-runs/{run}/checkpoints/{mark}/files", response_model=views.CheckpointFiles)
-    async def get_files(run: str, mark: Mark) -> views.CheckpointFiles:
+    async def get_files(run: str, mark: Mark, generation: Generation = None) -> views.CheckpointFiles:
         """The files of a checkpoint with their sizes and hashes: of a step, the best or the last."""
-        row, checkpoint = await find_checkpoint(run, mark)
+        row, checkpoint = await find_checkpoint(run, mark, generation)
         base = f"/training-runs/{row['run_id']}/checkpoints/{checkpoint.step}/files/"
         listed = [
             views.RunFile(path=each.path, size_bytes=each.size_bytes, sha256=each.sha256, url=base + quote(each.path))
@@ -163,16 +166,18 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         return views.CheckpointFiles(checkpoint=checkpoint, files=listed)
 
     @router.get("/training-runs/{run}/checkpoints/{mark}/manifest", response_class=Response)
-    async def get_manifest(run: str, mark: Mark) -> Response:
+    async def get_manifest(run: str, mark: Mark, generation: Generation = None) -> Response:
         """The manifest of a checkpoint, to the byte: its SHA-256 is in ``checkpoint_committed``."""
-        _, checkpoint = await find_checkpoint(run, mark)
+        _, checkpoint = await find_checkpoint(run, mark, generation)
         content = await read_manifest(checkpoint)
         return Response(content, media_type="application/json", headers=_tag(hashlib.sha256(content).hexdigest()))
 
     @router.get("/training-runs/{run}/checkpoints/{mark}/files/{path:path}", response_class=Response)
-    async def get_file(run: str, mark: Mark, path: str, wanted: Range = None) -> Response:
+    async def get_file(
+        run: str, mark: Mark, path: str, generation: Generation = None, wanted: Range = None
+    ) -> Response:
         """One file of a checkpoint."""
-        _, checkpoint = await find_checkpoint(run, mark)
+        _, checkpoint = await find_checkpoint(run, mark, generation)
         listed = await read_files(checkpoint)
         file = next((each for each in listed if each.path == path), None)
         if file is None:
@@ -220,7 +225,7 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
     return router
 
 
-def select_checkpoint(row: Row, known: list[Checkpoint], mark: str) -> Checkpoint | str:
+def select_checkpoint(row: Row, known: list[Checkpoint], mark: str, generation: int | None = None) -> Checkpoint | str:
     """Return the checkpoint that a mark means, or why there is none."""
     run_id = row["run_id"]
     if not known:
@@ -234,7 +239,7 @@ def select_checkpoint(row: Row, known: list[Checkpoint], mark: str) -> Checkpoin
         wanted = " or ".join(metric.name for metric in ranking_metrics(spec)) or "a metric"
         present = ", ".join(sorted({name for each in known for name in each.metrics})) or "no metrics"
         return f"no checkpoint of run {run_id} was measured by {wanted}; they have {present}: name one by its step"
-    of_step = [each for each in known if each.step == int(mark)]
+    of_step = [each for each in known if each.step == int(mark) and generation in (None, each.generation)]
     steps = ", ".join(str(each.step) for each in known)
     return of_step[-1] if of_step else f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
 

@@ -44,6 +44,8 @@ class Line(Task):
     def decode(self, sample): return sample
     def loss(self, model, batch): return model(batch).mean()
 """
+#: Bytes of a chunk.
+PIECE = 7
 SCRIPT = RunSpec.model_validate({"name": "my script", "command": ["true"], "retention": {"metric": "loss"}})
 
 
@@ -67,23 +69,23 @@ class StoredFiles:
         await self.bus.publish(RunQueued(run_id=RUN, next_generation=1))
         await self.bus.publish(placed(1, "n1").model_copy(update={"spec": spec}))
 
-    async def commit(self, step: int, files: dict[str, bytes], metrics: dict[str, float], piece: int = 7) -> str:
+    async def commit(self, step: int, files: dict[str, bytes], metrics: dict[str, float], generation: int = 1) -> str:
         """Store the files in pieces, commit them and return the manifest's address."""
         listed = []
         for path, content in files.items():
             chunks = []
-            for start in range(0, len(content), piece):
-                part = content[start : start + piece]
+            for start in range(0, len(content), PIECE):
+                part = content[start : start + PIECE]
                 name = sha256(part)
                 uri = await self.put(self.settings.bucket_models, f"blobs/sha256/{name[:2]}/{name}", part)
                 chunks.append(Chunk(sha256=name, size_bytes=len(part), uri=uri))
             listed.append(CheckpointFile(path=path, sha256=sha256(content), size_bytes=len(content), chunks=chunks))
         manifest = canonical_json({"files": [file.model_dump(mode="json") for file in listed]})
-        key = f"default/{RUN}/checkpoints/epoch_1/step_{step:08d}.g1.json"
+        key = f"default/{RUN}/checkpoints/epoch_1/step_{step:08d}.g{generation}.json"
         uri = await self.put(self.settings.bucket_models, key, manifest)
         fact = CheckpointCommitted(
             run_id=RUN,
-            generation=1,
+            generation=generation,
             checkpoint=CheckpointRef(uri=uri, step=step, epoch=1, samples_consumed=0),
             size_bytes=sum(map(len, files.values())),
             metrics=metrics,
@@ -193,6 +195,18 @@ async def test_a_script_is_fetched_as_it_left_its_files(
     assert torch.equal(scope["model"]["w"], torch.ones(3))
     with pytest.raises(TrainbusError, match="not an empty folder"):
         await client.fetch_model("my script", tmp_path / "got")
+
+
+async def test_the_same_step_of_two_generations_is_two_checkpoints(
+    client: AsyncClient, stored: StoredFiles, tmp_path: Path
+) -> None:
+    await stored.accept()
+    first = await stored.commit(10, {"ckpt.pt": b"first"}, {})
+    second = await stored.commit(10, {"ckpt.pt": b"second"}, {}, generation=2)
+    for name, content in {first: b"first", second: b"second", f"{RUN}@10": b"second"}.items():
+        folder = tmp_path / content.decode() / str(len(name))
+        await client.fetch(name, folder)
+        assert (folder / "ckpt.pt").read_bytes() == content
 
 
 async def test_artifacts_are_there_once_the_ranks_have_ended(

@@ -43,13 +43,13 @@ class FileSource:
 
     async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
         """Return the bytes of a checkpoint's manifest."""
-        response = await self._http.get(f"{_checkpoint_path(stored)}/manifest")
+        response = await self._http.get(_path_of(stored, "manifest"))
         check_answer(response)
         return response.content
 
     async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
         """Write a file of a checkpoint."""
-        await self._download(f"{_checkpoint_path(stored)}/files/{quote(file.path)}", target)
+        await self._download(_path_of(stored, f"files/{quote(file.path)}"), target)
 
     async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
         """Write an artifact of a run."""
@@ -89,8 +89,9 @@ class FileSource:
                     await asyncio.sleep(RETRY_S)
 
 
-def _checkpoint_path(stored: StoredCheckpoint) -> str:
-    return f"/training-runs/{stored.commit.run_id}/checkpoints/{stored.step}"
+def _path_of(stored: StoredCheckpoint, part: str) -> str:
+    commit = stored.commit
+    return f"/training-runs/{commit.run_id}/checkpoints/{stored.step}/{part}?generation={commit.generation}"
 
 
 @asynccontextmanager

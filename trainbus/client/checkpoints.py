@@ -17,10 +17,8 @@ from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
 from contracts.manifest import files_of
 from contracts.spec.run import RunSpec
-from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files
 from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.chunks import read_piece
 from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
@@ -286,34 +284,6 @@ def parse_manifest(stored: StoredCheckpoint, content: bytes) -> LoadedCheckpoint
         return LoadedCheckpoint(stored, sha256, files_of(content))
     except ValueError as error:
         raise TrainbusError(f"{stored.uri} is {error}") from error
-
-
-async def read_tensor_digests(objects: ObjectStore, loaded: LoadedCheckpoint) -> dict[str, str]:
-    """Return tensor -> hash, as the ranks wrote them.
-
-    Raises:
-        TrainbusError: the checkpoint has none.
-    """
-    by_path = {}
-    for file in loaded.files:
-        if digests.DIGESTS.match(file.path):
-            by_path[file.path] = b"".join([await read_piece(objects, chunk) for chunk in file.chunks])
-    if not by_path:
-        raise TrainbusError(f"{loaded.stored.uri} holds no digests: only runs of a Task write them")
-    try:
-        return digests.union(by_path)
-    except ValueError as error:
-        raise TrainbusError(f"{loaded.stored.uri}: {error}") from error
-
-
-async def read_digests_of(address: StackAddress, checkpoints: Iterable[StoredCheckpoint]) -> list[dict[str, str]]:
-    """Return tensor -> hash of each checkpoint.
-
-    Raises:
-        TrainbusError: a checkpoint has none, or cannot be read.
-    """
-    async with open_checkpoint_store(address) as objects:
-        return [await read_tensor_digests(objects, await load_checkpoint(objects, each)) for each in checkpoints]
 
 
 async def find_rotten(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import Artifact
 from contracts.spec.run import Code
+from services.checkpoint.core import digests
 from services.kit.kept_files import list_files, unpack_files
 from services.kit.store.files import hash_file
 from trainbus.client.address import StackAddress
@@ -44,6 +46,12 @@ class FileSource:
     async def read_manifest(self, stored: StoredCheckpoint) -> bytes:
         """Return the bytes of a checkpoint's manifest."""
         response = await self._http.get(_path_of(stored, "manifest"))
+        check_answer(response)
+        return response.content
+
+    async def read_file(self, stored: StoredCheckpoint, file: CheckpointFile) -> bytes:
+        """Return a file of a checkpoint, which is known to be small."""
+        response = await self._http.get(_path_of(stored, f"files/{quote(file.path)}"))
         check_answer(response)
         return response.content
 
@@ -140,6 +148,32 @@ async def read_manifest(
             f"refused: the manifest of {stored.uri} has SHA-256 {loaded.manifest_sha256}, not {manifest_sha256}"
         )
     return loaded
+
+
+async def read_digests_of(address: StackAddress, checkpoints: Iterable[StoredCheckpoint]) -> list[dict[str, str]]:
+    """Return tensor -> hash of each checkpoint, as the ranks wrote them.
+
+    Raises:
+        TrainbusError: a checkpoint has none, or cannot be read.
+    """
+    async with open_file_source(address) as source:
+        return [await _read_digests(source, await read_manifest(source, each)) for each in checkpoints]
+
+
+async def _read_digests(source: FileSource, loaded: LoadedCheckpoint) -> dict[str, str]:
+    by_path = {}
+    for file in loaded.files:
+        if digests.DIGESTS.match(file.path):
+            content = await source.read_file(loaded.stored, file)
+            if hashlib.sha256(content).hexdigest() != file.sha256:
+                raise TrainbusError(f"{file.path!r} of {loaded.stored.uri} does not have the hash that was committed")
+            by_path[file.path] = content
+    if not by_path:
+        raise TrainbusError(f"{loaded.stored.uri} holds no digests: only runs of a Task write them")
+    try:
+        return digests.union(by_path)
+    except ValueError as error:
+        raise TrainbusError(f"{loaded.stored.uri}: {error}") from error
 
 
 async def fetch_files(source: FileSource, loaded: LoadedCheckpoint, folder: Path) -> tuple[Path, ...]:

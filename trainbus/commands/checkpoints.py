@@ -66,11 +66,12 @@ async def ls(client: AsyncClient, name: Run, as_json: Json = False) -> None:
 @command(app)
 async def show(client: AsyncClient, target: Checkpoint, as_json: Json = False) -> None:
     """Show one checkpoint: its hashes, its files, and the bytes that they take in the store."""
-    from trainbus.client.checkpoints import find_checkpoint, load_checkpoint, open_checkpoint_store
+    from trainbus.client.checkpoints import find_checkpoint
+    from trainbus.client.run_files import open_file_source, read_manifest
 
     stored = await find_checkpoint(client.connection, target)
-    async with open_checkpoint_store(client.address) as objects:
-        loaded = await load_checkpoint(objects, stored)
+    async with open_file_source(client.address) as source:
+        loaded = await read_manifest(source, stored)
     if as_json:
         print(render.as_json({**stored.to_plain(), "stored_bytes": loaded.stored_bytes, "files": loaded.files}))
         return
@@ -186,7 +187,8 @@ async def fetch(
 async def diff(client: AsyncClient, one: Checkpoint, other: Checkpoint, as_json: Json = False) -> None:
     """List the tensors that differ between two checkpoints; exit 1 if any does."""
     from services.checkpoint.core import digests
-    from trainbus.client.checkpoints import find_checkpoint, read_digests_of
+    from trainbus.client.checkpoints import find_checkpoint
+    from trainbus.client.run_files import read_digests_of
 
     pair = [await find_checkpoint(client.connection, target) for target in (one, other)]
     first, second = await read_digests_of(client.address, pair)

@@ -18,7 +18,7 @@ from contracts.state.run import TERMINAL_STATES
 from contracts.texts import describe_milestone
 from services.checkpoint.core import digests
 from trainbus.client.address import StackAddress
-from trainbus.client.checkpoints import StoredCheckpoint, read_digests_of
+from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError, UsageError
@@ -30,6 +30,7 @@ from trainbus.client.reproduction import (
     first_different_tensor,
     plan_reproduction,
 )
+from trainbus.client.run_files import read_digests_of
 from trainbus.client.runs import read_end
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView, StackView

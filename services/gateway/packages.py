@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Request
+from fastapi import Path as PathParameter
 
 from services.gateway import views
 from services.kit.code_package import MAX_BYTES, PackageError, check_package, package_uri
@@ -19,12 +21,13 @@ from services.kit.store.objects import ObjectStore
 CONTENT_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
 #: Seconds for which an upload is repeated while the store does not answer: a client waits behind it.
 PATIENCE_S = 10.0
+SHA256_PATTERN = "^[0-9a-f]{64}$"
 #: Uploads at a time; each needs up to MAX_BYTES of disk.
 MAX_UPLOADS = 4
 
 
 def package_routes(settings: Settings) -> APIRouter:
-    """Make the route that takes packages."""
+    """Return the routes of ``/packages``."""
     router, places = APIRouter(), asyncio.Semaphore(MAX_UPLOADS)
 
     @router.post(
@@ -51,6 +54,19 @@ def package_routes(settings: Settings) -> APIRouter:
                 await asyncio.to_thread(_check, path)
                 uri = package_uri(settings.bucket_code, sha256)
                 await _store(settings, path, uri, sha256)
+        return views.StoredPackage(uri=uri, sha256=sha256)
+
+    @router.get("/packages/{sha256}", response_model=views.StoredPackage)
+    async def get_package(sha256: Annotated[str, PathParameter(pattern=SHA256_PATTERN)]) -> views.StoredPackage:
+        """Where the package with this hash is, if it is stored: it need not be sent again."""
+        uri = package_uri(settings.bucket_code, sha256)
+        try:
+            async with ObjectStore(settings, patience_s=PATIENCE_S) as objects:
+                is_stored = await objects.exists(uri)
+        except TransientError as error:
+            raise HTTPException(503, "the object store does not answer: ask again") from error
+        if not is_stored:
+            raise HTTPException(404, f"there is no package {sha256}: send it with POST /packages")
         return views.StoredPackage(uri=uri, sha256=sha256)
 
     return router

@@ -110,10 +110,22 @@ async def test_a_form_names_the_header_that_is_missing(client: httpx.AsyncClient
 async def test_a_client_uploads_through_the_gateway(
     client: httpx.AsyncClient, objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    sent: list[str] = []
+
+    async def note(request: httpx.Request) -> None:
+        sent.append(request.method)
+
+    opened = httpx.AsyncClient
+    options = {"transport": client._transport, "base_url": "http://gateway", "event_hooks": {"request": [note]}}
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: opened(**options))  # type: ignore[arg-type]
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("print()")
     package = pack_project(tmp_path / "code")
     address = StackAddress("nats://nowhere", None, None, None, gateway_url="http://gateway")
     uri = await upload_package(address, package)
     assert await objects.get(uri) == package.body
+    assert sent == ["GET", "POST"]
+    # What is there is not sent again.
+    assert await upload_package(address, package) == uri
+    assert sent == ["GET", "POST", "GET"]
+    assert (await client.get("/packages/no-hash")).status_code == 422

@@ -79,7 +79,7 @@ class Connection:
                 answer = await self._http.request(method, path, timeout=timeout, **request)
             except httpx.TransportError as error:
                 if time.monotonic() > deadline:
-                    raise StackUnreachableError(_describe_absence(self._http.base_url, error)) from error
+                    raise StackUnreachableError(describe_absence(self._http.base_url, error)) from error
                 await asyncio.sleep(RETRY_S)
                 continue
             return _read_answer(answer)
@@ -229,9 +229,7 @@ async def connect(address: StackAddress, report: Callable[[str], None] = print_s
     Raises:
         StackUnreachableError: it does not answer, or what answers is no gateway.
     """
-    url = address.gateway_url
-    if not url:
-        raise StackUnreachableError("no gateway is named: set TRAINBUS_GATEWAY_URL to its address, http://host:port")
+    url = gateway_url(address)
     # The CA certificates take as long to load as a short command runs.
     async with httpx.AsyncClient(base_url=url, verify=url.startswith("https:")) as http:
         connection = Connection(http, report)
@@ -268,7 +266,19 @@ def _read_answer(answer: httpx.Response) -> Any:
             raise TrainbusError(detail)
 
 
-def _describe_absence(url: httpx.URL, error: Exception) -> str:
+def gateway_url(address: StackAddress) -> str:
+    """Return the address of a stack's gateway.
+
+    Raises:
+        StackUnreachableError: none is named.
+    """
+    if not address.gateway_url:
+        raise StackUnreachableError("no gateway is named: set TRAINBUS_GATEWAY_URL to its address, http://host:port")
+    return address.gateway_url
+
+
+def describe_absence(url: httpx.URL, error: Exception) -> str:
+    """Return the message about a gateway that does not answer."""
     reason = str(error) or type(error).__name__
     return (
         f"the gateway at {str(url).rstrip('/')} does not answer ({reason}): is the stack up? "

@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 
 import httpx
 
+from trainbus.client import connection
 from trainbus.client.address import StackAddress
+from trainbus.client.connection import describe_absence, gateway_url
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
 
-#: Seconds to connect to the gateway, and without a byte from it: the store may be slow to put a large object together.
-CONNECT_S, STALL_S = 3.0, 120.0
+#: Seconds without a byte from the gateway: the store may be slow to put a large object together.
+STALL_S = 120.0
 
 
 @asynccontextmanager
@@ -21,16 +23,14 @@ async def open_gateway(address: StackAddress) -> AsyncIterator[httpx.AsyncClient
     Raises:
         StackUnreachableError: no gateway is named, or it does not answer.
     """
-    url = address.gateway_url
-    if not url:
-        raise StackUnreachableError("no gateway is named: set TRAINBUS_GATEWAY_URL to its address, http://host:port")
-    timeout = httpx.Timeout(STALL_S, connect=CONNECT_S)
+    url = gateway_url(address)
+    timeout = httpx.Timeout(STALL_S, connect=connection.CONNECT_S)
     try:
         # The CA certificates take as long to load as a short command runs.
         async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=url.startswith("https:")) as http:
             yield http
     except httpx.TransportError as error:
-        raise StackUnreachableError(f"the gateway at {url} does not answer: {error!r} (`trainbus doctor`)") from error
+        raise StackUnreachableError(describe_absence(httpx.URL(url), error)) from error
 
 
 def check_answer(answer: httpx.Response) -> None:

@@ -258,14 +258,16 @@ def locate_task(task: type) -> tuple[Path, str]:
 
 
 async def upload_package(address: StackAddress, package: CodePackage) -> str:
-    """Store a package under its hash, through the gateway; return where it is.
+    """Store a package under its hash, unless it is there, through the gateway; return where it is.
 
     Raises:
         StackUnreachableError: no gateway is named, it or the object store does not answer, or what arrived is damaged.
         UsageError: the gateway refuses the package, as a node would.
     """
     async with open_gateway(address) as http:
-        answer = await http.post("/packages", content=package.body, headers={"Content-Type": "application/gzip"})
+        answer = await http.get(f"/packages/{package.sha256}")
+        if answer.status_code == 404:
+            answer = await http.post("/packages", content=package.body, headers={"Content-Type": "application/gzip"})
     check_answer(answer)
     stored = answer.json()
     if stored["sha256"] != package.sha256:

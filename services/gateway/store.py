@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 import types
 import typing
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 import structlog
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -58,7 +59,10 @@ class _Text(sa.TypeDecorator[str]):
 
 def _write_json(value: Any) -> str:
     """Return JSON that every database takes: NaN and infinity, which are no JSON, are text as in facts."""
-    return to_json(value, inf_nan_mode="strings").decode()
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(from_json(to_json(value, inf_nan_mode="strings")))
 
 
 def begins_with(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from contracts import subjects, topology
 from contracts.best_checkpoint import RankingMetric, find_best, find_ranking_metric, ranking_metrics
@@ -21,7 +21,6 @@ from services.checkpoint.core.commit import Blob, blobs_of_files
 from services.checkpoint.core.garbage import MANIFEST_KEY
 from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
-from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import blob_sha256, split_uri
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
@@ -29,6 +28,9 @@ from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.object_store import open_object_store
 from trainbus.client.run_list import find_run
 from trainbus.client.runs import wait_for_event
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 FACTS = (
     checkpoint.CheckpointCommitted,

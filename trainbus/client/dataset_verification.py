@@ -7,16 +7,19 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
 from services.kit.messages import TransientError
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore
 from trainbus.client.datasets import LoadedDataset, load_dataset
 from trainbus.client.errors import TrainbusError
 from trainbus.datasets.history import DatasetRecord
 from trainbus.datasets.verify import find_index_mismatch
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 #: Shards that are read back at the same time; each is on the local disk while it is verified.
 PARALLEL = 4

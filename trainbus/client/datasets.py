@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -18,13 +19,15 @@ from contracts.datasets import SPLITS, IndexRecord, Manifest, dataset_uri, inges
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.files import hash_file
-from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.datasets.diff import Difference, UnsortedIndex, compare
 from trainbus.datasets.history import AmbiguousName, DatasetRecord, History
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 SHA256_CHARS = 64
 #: Files that are fetched at the same time.

@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -16,13 +16,15 @@ from contracts import subjects, topology
 from contracts.datasets import dataset_uri
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
-from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from services.sharding.core.manifest import link_name
 from trainbus.client.connection import Connection
 from trainbus.client.dataset_verification import DamagedFile
 from trainbus.client.errors import TrainbusError, UsageError, invalid_request
 from trainbus.datasets.history import DatasetRecord, History
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 POLL_S = 0.5
 #: Seconds after which progress is out of date: the ingestion stopped without a fact about its end.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from contracts.disk_space import DISK_FULL
 from services.kit.messages import TransientError
-from services.kit.store.objects import ObjectStore
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import StackUnreachableError, TrainbusError
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 #: Seconds for which a request is repeated while the store does not answer.
 PATIENCE_S = 5.0
@@ -26,6 +29,9 @@ async def open_object_store(address: StackAddress) -> AsyncIterator[ObjectStore]
         StackUnreachableError: the store does not answer.
         TrainbusError: this machine cannot write what the store sends.
     """
+    # It loads what a command that reads no object need not wait for.
+    from services.kit.store.objects import ObjectStore
+
     try:
         async with ObjectStore(address.settings(), patience_s=PATIENCE_S) as objects:
             yield objects

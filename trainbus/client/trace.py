@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contracts import subjects, topology
 from contracts.base import run_id_for
@@ -15,7 +15,6 @@ from contracts.events.run import RunAccepted, RunPrepared
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.texts import format_bytes, plural
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, find_rotten, load_checkpoint, read_checkpoints
 from trainbus.client.connection import Connection
@@ -24,6 +23,9 @@ from trainbus.client.datasets import fetch_index, find_dataset, iterate_records,
 from trainbus.client.errors import TrainbusError
 from trainbus.client.models import ModelVersion, find_model
 from trainbus.client.object_store import open_object_store
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
 
 #: Source objects that are looked up at the same time, and those that are named when they differ.
 PARALLEL, MAX_NAMED = 16, 3

@@ -165,43 +165,10 @@ def test_a_lost_node_holds_nothing_and_news_of_an_old_life_are_ignored() -> None
     assert len(again.nodes["n0"].busy) == 2
 
 
-def test_finding_a_run() -> None:
-    now = board(accepted("rabc1", "one"), accepted("rabd2", "two"), accepted("rxyz3", "two"))
-    assert [each.run_id for each in now.find("rabc1")] == ["rabc1"]
-    assert [each.run_id for each in now.find("rx")] == ["rxyz3"]
-    assert [each.run_id for each in now.find("two")] == ["rxyz3"]
-    assert len(now.find("ra")) == 2
-    assert now.find("nothing") == []
-
-
 def test_the_timeline_sums_checkpoints_up() -> None:
     deleted = CheckpointDeleted(run_id="r1", uri="s3://models/1", step=1, reason="old")
     now = board(accepted(), committed(1, 1), deleted, committed(1, 2), committed(1, 3), LET_GO[0])
     assert render_timeline(now.runs["r1"].timeline).row_count == 3
-
-
-def test_data_that_was_sharded_before_is_one_dataset() -> None:
-    from contracts.events.dataset import DatasetIngested
-    from contracts.events.run import RunPrepared
-    from contracts.spec.data import DataSource
-
-    def ingested(run_id: str) -> DatasetIngested:
-        return DatasetIngested(
-            ingestion_id=run_id,
-            run_id=run_id,
-            data=DataSource(source="s3://lake/digits/", format="images"),
-            fingerprint="f" * 64,
-            index_uri="s3://datasets/ingestions/f1/index.jsonl",
-            accepted=3,
-            quarantined=(),
-            split_counts={"train": 3},
-        )
-
-    def prepared(run_id: str) -> RunPrepared:
-        return RunPrepared(run_id=run_id, dataset_id="a" * 64, manifest_uri="s3://datasets/m.json", train_samples=3)
-
-    shown = board(ingested("r1"), prepared("r1"), ingested("r2"), prepared("r2"))
-    assert [view.dataset_id for view in shown.datasets.values()] == ["a" * 64] * 2
 
 
 def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:

@@ -1,4 +1,4 @@
-"""What clients see of runs, nodes, datasets and models: the log's facts folded into views. Pure.
+"""What clients see of runs, nodes and models: the log's facts folded into views. Pure.
 
 ``contracts.state`` decides what a fact changes about a life; a view adds what people want to see. It works on any
 part of the log and leaves out what that part does not have.
@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from contracts import exactness
-from contracts.events import checkpoint, dataset, model, node, run
+from contracts.events import checkpoint, model, node, run
 from contracts.manifest import run_of_manifest
 from contracts.spec.run import RunSpec
 from contracts.state.node import (
@@ -147,23 +147,6 @@ class NodeView:
 
 
 @dataclass(slots=True)
-class DatasetView:
-    """One ingestion and the dataset that it made."""
-
-    ingestion_id: str
-    source: str = ""
-    format: str = ""
-    fingerprint: str = ""
-    accepted: int = 0
-    quarantined: dict[str, int] = field(default_factory=dict)
-    split_counts: dict[str, int] = field(default_factory=dict)
-    dataset_id: str | None = None
-    shard_count: int = 0
-    size_bytes: int = 0
-    failed: str = ""
-
-
-@dataclass(slots=True)
 class ModelView:
     """One registered model and its champion."""
 
@@ -185,7 +168,6 @@ class StackView:
 
     runs: dict[str, RunView] = field(default_factory=dict)
     nodes: dict[str, NodeView] = field(default_factory=dict)
-    datasets: dict[str, DatasetView] = field(default_factory=dict)
     models: dict[str, ModelView] = field(default_factory=dict)
 
     def apply(self, sequence: int, time: datetime, event: Any) -> None:
@@ -204,12 +186,8 @@ class StackView:
                 view.timeline.append(TimelineEntry(sequence, time, event.fact, describe(event)))
             if counts:
                 self._occupy(event)
-            if isinstance(event, run.RunPrepared) and event.run_id in self.datasets:
-                self._name_dataset(self.datasets[event.run_id], event.dataset_id)
         elif isinstance(event, node.NodeFact):
             self._on_node(event, time)
-        elif isinstance(event, dataset.DatasetFact):
-            self._on_dataset(event)
         elif isinstance(event, model.ModelPromoted):
             known = self.models.get(event.model)
             self.models[event.model] = ModelView(
@@ -279,40 +257,6 @@ class StackView:
             there.reason = describe(event) if state != "up" else ""
             if state in GONE_STATES:
                 there.busy = {}
-
-    def _on_dataset(self, event: dataset.DatasetFact) -> None:
-        if isinstance(event, dataset.DatasetIngested):
-            self.datasets[event.ingestion_id] = DatasetView(
-                event.ingestion_id,
-                event.data.source,
-                event.data.format,
-                event.fingerprint,
-                event.accepted,
-                {kind.code: kind.count for kind in event.quarantined},
-                dict(event.split_counts),
-            )
-        elif isinstance(event, dataset.DatasetIngestFailed | dataset.DatasetShardFailed):
-            self.datasets[event.ingestion_id] = DatasetView(event.ingestion_id, failed=event.reason)
-        elif isinstance(event, dataset.DatasetSharded):
-            for view in self.datasets.values():
-                if view.fingerprint == event.feature_store_version and view.dataset_id in (None, event.dataset_id):
-                    view.dataset_id = event.dataset_id
-                    view.shard_count, view.size_bytes = event.shard_count, event.size_bytes
-
-    def _name_dataset(self, view: DatasetView, dataset_id: str) -> None:
-        """Name a dataset whose content may have existed before under the same id."""
-        view.dataset_id = dataset_id
-        for other in self.datasets.values():
-            if other.dataset_id == dataset_id and other.size_bytes:
-                view.shard_count, view.size_bytes = other.shard_count, other.size_bytes
-
-    def find(self, name: str) -> list[RunView]:
-        """Return the runs that ``name`` can mean: an id, the start of one, or a name (the newest run of that name)."""
-        if (exact := self.runs.get(name)) is not None:
-            return [exact]
-        if named := [view for view in self.runs.values() if view.name == name]:
-            return named[-1:]
-        return [view for view in self.runs.values() if view.run_id.startswith(name)]
 
 
 def fold_facts(events: Iterable[tuple[int, datetime, Any]]) -> StackView:

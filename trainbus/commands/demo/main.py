@@ -24,7 +24,7 @@ from typing import Any
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
-from contracts.events import run
+from contracts.events import dataset, run
 from services.kit.concurrency import cancel_and_wait
 from trainbus.client.address import StackAddress, find_data_dir
 from trainbus.client.client import AsyncClient
@@ -88,6 +88,8 @@ class Demo:
     first: str = ""
     second: str = ""
     broken: str = ""
+    #: Ingestion, whose id is its run's -> files in quarantine.
+    quarantined: dict[str, int] = field(default_factory=dict)
     #: None: this stack serves no models.
     served: ServedDemo | None = None
     problems: list[str] = field(default_factory=list)
@@ -324,6 +326,8 @@ async def _follow_facts(demo: Demo, connection: Connection, start: int, changed:
         for message in batch:
             demo.stack_view.apply(message.sequence, message.envelope.time, message.event)
             demo.screen.on_event(message)
+            if isinstance(message.event, dataset.DatasetIngested):
+                demo.quarantined[message.event.ingestion_id] = sum(kind.count for kind in message.event.quarantined)
         if batch:
             changed.set()
 
@@ -417,8 +421,7 @@ def _check(demo: Demo) -> list[str]:
         problems.append(f"{FIRST} did not shrink (its sizes: {first.resizes})")
     elif not _has_grown_back(first):
         problems.append(f"{FIRST} did not grow back (its sizes: {first.resizes})")
-    ingested = stack_view.datasets.get(demo.first)
-    bad = sum(ingested.quarantined.values()) if ingested else None
+    bad = demo.quarantined.get(demo.first)
     if bad != len(demo_lake.BROKEN):
         problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
     if demo.served is not None:

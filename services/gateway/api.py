@@ -89,7 +89,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(event_routes(service, commands, _json_body))
-    app.include_router(studies.read_routes(service.bus))
+    app.include_router(studies.read_routes(projection))
     app.include_router(_catalog_routes(projection, settings))
     app.include_router(model_routes(commands, projection, _json_body))
     app.include_router(policy_routes(service.bus, commands, _json_body))

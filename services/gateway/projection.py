@@ -134,7 +134,8 @@ class Projection:
     async def _fold(self, connection: AsyncConnection, events: list[tuple[Event, At]]) -> None:
         before = await self.store.load(connection, keys(events))
         after = copy.copy(before)
-        after.runs, after.checkpoints, after.nodes = dict(before.runs), dict(before.checkpoints), dict(before.nodes)
+        after.runs, after.checkpoints = dict(before.runs), dict(before.checkpoints)
+        after.nodes, after.studies = dict(before.nodes), dict(before.studies)
         for event, at in events:
             apply(after, event, at)
         await self.store.save(connection, before, after)

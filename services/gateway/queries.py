@@ -28,6 +28,7 @@ from services.gateway.store import (
     PROGRESS,
     RUN_COUNTS,
     RUNS,
+    STUDIES,
     Store,
     begins_with,
 )
@@ -42,6 +43,7 @@ MAX_NAMED_NODES = 20
 #: The orders of the lists.
 NEWEST_RUNS = Order((RUNS.c.requested_at, RUNS.c.run_id), frozenset({"requested_at", "run_id"}))
 NEWEST_DATASETS = Order((DATASETS.c.created_at, DATASETS.c.dataset_id), frozenset({"created_at", "dataset_id"}))
+NEWEST_STUDIES = Order((STUDIES.c.requested_at, STUDIES.c.study_id), frozenset({"requested_at", "study_id"}))
 BY_NODE = Order((NODES.c.node_id,))
 BY_MODEL = Order((MODELS.c.name, MODELS.c.version), frozenset({"version"}))
 #: Stands for any text in a filter.
@@ -277,6 +279,13 @@ async def list_nodes(store: Store, *, limit: int | None = None, cursor: str | No
         for row, runs in held
     ]
     return views.Nodes(nodes=listed, next_cursor=next_cursor)
+
+
+async def list_studies(store: Store, *, limit: int, cursor: str | None) -> views.Studies:
+    """The newest studies first, without their trials."""
+    query = sa.select(STUDIES).where(*NEWEST_STUDIES.conditions(cursor)).order_by(*NEWEST_STUDIES.clauses())
+    rows, next_cursor = NEWEST_STUDIES.cut(await store.fetch(query.limit(limit + 1)), limit)
+    return views.Studies(studies=[views.StudyView.model_validate(dict(row)) for row in rows], next_cursor=next_cursor)
 
 
 async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> views.Datasets:

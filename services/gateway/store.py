@@ -26,7 +26,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from services.gateway.core.fold import Keys, Rows
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run, Study
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +120,7 @@ RUN_COUNTS = sa.Table(
 PROGRESS = _table("progress", Progress, ("run_id",))
 CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
 NODES = _table("nodes", Node, ("node_id",))
+STUDIES = _table("studies", Study, ("study_id",), [("requested_at", "study_id")])
 DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id")])
 MODELS = _table("models", Model, ("name", "version"))
 POINTS = _table("points", Point, ("run_id", "kind", "name", "node_id", "step"), [("time",)])
@@ -275,7 +276,7 @@ class Store:
         )
 
     async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
-        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
+        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, STUDIES, DATASETS, MODELS, POINTS):
             await connection.execute(table.delete())
         await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
         if keep_events_to:
@@ -294,6 +295,7 @@ class Store:
                 c.uri: c for c in await _rows(connection, CHECKPOINTS, Checkpoint, CHECKPOINTS.c.uri, keys.checkpoints)
             },
             nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
+            studies={s.study_id: s for s in await _rows(connection, STUDIES, Study, STUDIES.c.study_id, keys.studies)},
         )
 
     async def load_progress(self, connection: AsyncConnection, runs: set[str]) -> dict[str, Progress]:
@@ -308,6 +310,7 @@ class Store:
         await self._count(connection, [before.runs.get(run.run_id) for run in changed], changed)
         await self.upsert(connection, CHECKPOINTS, _changed_rows(before.checkpoints, after.checkpoints))
         await self.upsert(connection, NODES, _changed_rows(before.nodes, after.nodes))
+        await self.upsert(connection, STUDIES, _changed_rows(before.studies, after.studies))
         await self.upsert(connection, DATASETS, after.datasets.values())
         await self.upsert(connection, MODELS, after.models.values())
 

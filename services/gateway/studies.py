@@ -1,4 +1,4 @@
-"""Studies over HTTP: requested, listed, shown and stopped. They are folded from their facts when they are asked for."""
+"""Studies over HTTP: listed by the read model, and shown with their trials by the fold of their facts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from fastapi import APIRouter, HTTPException, Path
 
 from contracts import subjects
 from contracts.base import TOKEN_PATTERN
-from contracts.events.study import StudyAccepted, StudyCompleted, StudyRejected, StudyStopped
+from contracts.events.study import StudyRejected
 from contracts.state.study import Studies, Study
-from services.gateway import views
+from services.gateway import queries, views
+from services.gateway.parameters import Limit
+from services.gateway.projection import Projection
 from services.kit.bus import Bus
-
-#: What the list of studies is made of: not the facts of trials.
-LISTED = (StudyAccepted, StudyRejected, StudyCompleted, StudyStopped)
 
 
 def study_view(study: Study) -> views.StudyView:
@@ -57,36 +56,19 @@ async def read_study(bus: Bus, study_id: str) -> views.StudyView:
     return study_view(study)
 
 
-async def list_studies(bus: Bus) -> views.Studies:
-    """Return every study without its trials, oldest first."""
-    found: dict[str, views.StudyView] = {}
-    for received in await bus.read_history(*(event.subject_filter() for event in LISTED)):
-        event = received.event
-        if isinstance(event, StudyAccepted):
-            found[event.study_id] = views.StudyView(study_id=event.study_id, name=event.spec.name, state="running")
-        elif isinstance(event, StudyRejected):
-            found[event.study_id] = views.StudyView(
-                study_id=event.study_id, name=event.name or "", state="rejected", reason=event.reason
-            )
-        elif isinstance(event, StudyCompleted | StudyStopped) and (view := found.get(event.study_id)) is not None:
-            best = list(event.best) if isinstance(event, StudyCompleted) else []
-            changes = {"state": event.fact, "reason": event.reason, "best": best}
-            found[event.study_id] = view.model_copy(update=changes)
-    return views.Studies(studies=list(found.values()))
-
-
-def read_routes(bus: Bus) -> APIRouter:
+def read_routes(projection: Projection) -> APIRouter:
     """What is known of studies."""
     router = APIRouter()
 
     @router.get("/hpo/studies", response_model=views.Studies)
-    async def get_studies() -> views.Studies:
-        """Studies, oldest first, without their trials."""
-        return await list_studies(bus)
+    async def get_studies(limit: Limit = 100, cursor: str | None = None) -> views.Studies:
+        """Studies, newest first, without their trials."""
+        await projection.catch_up()
+        return await queries.list_studies(projection.store, limit=limit, cursor=cursor)
 
     @router.get("/hpo/studies/{study_id}", response_model=views.StudyView)
     async def get_study(study_id: Annotated[str, Path(pattern=TOKEN_PATTERN)]) -> views.StudyView:
         """One study with its trials."""
-        return await read_study(bus, study_id)
+        return await read_study(projection.bus, study_id)
 
     return router

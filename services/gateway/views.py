@@ -158,10 +158,6 @@ class StudyView(View):
     trials: list[TrialView] = Field(default_factory=list)
 
 
-class Studies(View):
-    studies: list[StudyView]
-
-
 class Slots(View):
     min: int
     max: int
@@ -278,6 +274,10 @@ class RunPage(Page):
     runs: list[RunSummary]
     #: With ``counts=true``: column (state, kind, user, team, model) -> value -> how many runs have it.
     counts: dict[str, dict[str, int]] | None = None
+
+
+class Studies(Page):
+    studies: list[StudyView]
 
 
 class TimelineEntry(View):

@@ -24,6 +24,7 @@ from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
 from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
+from contracts.events.study import StudyAccepted, StudyCompleted, StudyRejected, StudyStopped
 from contracts.events.train import (
     AdoptPolicyRequested,
     CancelRequested,
@@ -33,6 +34,7 @@ from contracts.events.train import (
 )
 from contracts.scheduling import Policy
 from contracts.spec.gates import ModelGates
+from contracts.spec.study import StudySpec
 from services.gateway import commands
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.settings import GatewaySettings
@@ -355,6 +357,35 @@ async def test_nodes_datasets_and_models_come_in_pages(gateway: Running, bus: Bu
         assert found == expected
         everything = await gateway.get(f"/{kind}")
         assert (len(everything[kind]), everything["next_cursor"]) == (5, None)
+
+
+async def test_studies_are_listed_as_their_facts_add_up(gateway: Running, bus: Bus) -> None:
+    spec = StudySpec.model_validate(
+        {"name": "s", "run": {"name": "s", "command": ["true"]}, "space": {"x": [1, 2]}, "metrics": ["loss"]}
+    )
+    for number in range(4):
+        await publish(bus, StudyAccepted(study_id=f"s{number}", spec=spec, request_id="q", request_source="t"))
+    await publish(
+        bus,
+        StudyCompleted(study_id="s0", best=(3,), reason="16 trials"),
+        StudyStopped(study_id="s1", reason="enough"),
+        StudyStopped(study_id="unknown", reason="enough"),
+        StudyRejected(study_id="s9", name="t", reason="no metric"),
+    )
+    first = await gateway.get("/hpo/studies", params={"limit": 3})
+    rest = await gateway.get("/hpo/studies", params={"limit": 3, "cursor": first["next_cursor"]})
+    assert rest["next_cursor"] is None
+    found = [(each["study_id"], each["state"], each["reason"]) for each in first["studies"] + rest["studies"]]
+    assert found == [
+        ("s9", "rejected", "no metric"),
+        ("s3", "running", ""),
+        ("s2", "running", ""),
+        ("s1", "stopped", "enough"),
+        ("s0", "completed", "16 trials"),
+    ]
+    assert rest["studies"][-1]["best"] == [3]
+    assert (await gateway.get("/hpo/studies/s2"))["state"] == "running"
+    assert (await gateway.client.get("/hpo/studies/nothing")).status_code == 404
 
 
 async def test_a_cursor_that_was_not_given_out_is_refused(gateway: Running) -> None:

@@ -20,7 +20,10 @@ from services.gateway.store import METADATA, PROJECTIONS, RUNS, SCHEMA, Projecti
 from services.kit.bus import Bus
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 
-TABLES = ("runs", "progress", "checkpoints", "nodes", "training_datasets", "models", "points", "events", "run_counts")
+TABLES = (
+    "runs", "progress", "checkpoints", "nodes", "studies", "training_datasets", "models", "points", "events",
+    "run_counts",
+)  # fmt: skip
 
 
 async def publish(bus: Bus, *events: Any) -> int:

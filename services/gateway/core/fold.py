@@ -36,11 +36,12 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
+from contracts.events.study import StudyAccepted, StudyCompleted, StudyFact, StudyRejected, StudyStopped
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunFields
 from contracts.state.node import incarnations_before, next_drain, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run, Study
 
 R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
@@ -76,6 +77,7 @@ class Rows:
     nodes: dict[str, Node] = field(default_factory=dict)
     datasets: dict[str, Dataset] = field(default_factory=dict)
     models: dict[tuple[str, int], Model] = field(default_factory=dict)
+    studies: dict[str, Study] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Keys:
     runs: set[str] = field(default_factory=set)
     checkpoints: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
+    studies: set[str] = field(default_factory=set)
 
 
 def keys(events: Iterable[tuple[Event, At]]) -> Keys:
@@ -97,6 +100,8 @@ def keys(events: Iterable[tuple[Event, At]]) -> Keys:
             found.runs.add(at.run_id)
         elif isinstance(event, NodeFact):
             found.nodes.add(event.node_id)
+        elif isinstance(event, StudyFact):
+            found.studies.add(event.study_id)
         if isinstance(event, CheckpointDeleted):
             found.checkpoints.add(event.uri)
     return found
@@ -120,6 +125,9 @@ def apply(rows: Rows, event: Event, at: At) -> None:
     elif isinstance(event, NodeFact):
         if (node := fold_node(rows.nodes.get(event.node_id), event, at)) is not None:
             rows.nodes[event.node_id] = node
+    elif isinstance(event, StudyFact):
+        if (study := fold_study(rows.studies.get(event.study_id), event, at)) is not None:
+            rows.studies[event.study_id] = study
     elif isinstance(event, DatasetSharded):
         rows.datasets[event.dataset_id] = _dataset(event)
     elif isinstance(event, ModelPromoted):
@@ -378,7 +386,7 @@ def plain(values: Mapping[str, float]) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()}
 
 
-# -- nodes, datasets, models --------------------------------------------------
+# -- nodes, studies, datasets, models --------------------------------------------------
 
 
 def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
@@ -402,6 +410,20 @@ def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
         return replace(node, drain_decision=decision)
     reason = _notice(fact) if isinstance(fact, NodeNotice) else "" if state == "up" else getattr(fact, "reason", "")
     return replace(node, state=state, reason=reason or None, drain_decision=decision, changed_at=at.time_s)
+
+
+def fold_study(study: Study | None, fact: StudyFact, at: At) -> Study | None:
+    """Return the study after ``fact``, of which those about single trials change nothing."""
+    match fact:
+        case StudyAccepted():
+            return Study(fact.study_id, fact.spec.name, "running", study.requested_at if study else at.time_s)
+        case StudyRejected():
+            return Study(fact.study_id, fact.name or "", "rejected", at.time_s, fact.reason)
+        case StudyCompleted() | StudyStopped() if study is not None:
+            best = list(fact.best) if isinstance(fact, StudyCompleted) else study.best
+            return replace(study, state=fact.fact, reason=fact.reason, best=best)
+        case _:
+            return study
 
 
 def _notice(fact: NodeNotice) -> str:

@@ -152,6 +152,19 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Study:
+    """One search over hyper-parameters, without its trials."""
+
+    study_id: str
+    name: str
+    state: str
+    requested_at: float
+    reason: str = ""
+    #: Numbers of the best trials.
+    best: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Dataset:
     """The training_datasets record."""
 

@@ -32,7 +32,7 @@ from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.place.strategies import pack
 from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.codec import restore, save
-from services.scheduler.core.state.slot_request import SlotRequest
+from services.scheduler.core.state.slot_spec import SlotSpec
 from tests.scheduler.world import START, World, spec
 
 ELASTIC = {"min": 1, "max": 4}
@@ -832,7 +832,7 @@ def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     free: dict[str, int], count: int, expected: dict[str, int]
 ) -> None:
     rooms = [NodeCapacity.of(Node(node_id, "1", slots, 3.0)) for node_id, slots in free.items()]
-    assert {node_id: len(slots) for node_id, slots in pack(rooms, SlotRequest(), count)} == expected
+    assert {node_id: len(slots) for node_id, slots in pack(rooms, SlotSpec(), count)} == expected
 
 
 def test_why_names_what_would_start_the_run() -> None:

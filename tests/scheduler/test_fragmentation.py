@@ -22,7 +22,7 @@ from services.scheduler.core.place.fragmentation import (
 )
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.workload import TYPICAL, Shape, Workload, piece_of, typical_of
 from tests.scheduler.world import World, spec
 
@@ -96,37 +96,37 @@ def test_increase_by_hand() -> None:
 def test_shares_go_where_they_fill_up() -> None:
     packing = FragmentationScores(((shape(milli=500), 1), (shape(), 1)))
     rooms = [room("a", [1000, 1000]), room("b", [1000, 500]), room("c", [1000, 600])]
-    assert packing.choose(rooms, SlotRequest(milli=500), 1) == [("b", (1,))]
+    assert packing.choose(rooms, SlotSpec(milli=500), 1) == [("b", (1,))]
 
 
 def test_of_equal_scores_the_node_with_the_least_left_wins_then_the_name() -> None:
     packing = FragmentationScores(((shape(), 1),))
     rooms = [room("c", [1000, 1000, 0]), room("b", [1000, 0, 0]), room("a", [1000, 1000, 1000])]
-    assert packing.choose(rooms, SlotRequest(), 1) == [("b", (0,))]
-    assert packing.choose([room("z", [1000]), room("y", [1000])], SlotRequest(), 1) == [("y", (0,))]
+    assert packing.choose(rooms, SlotSpec(), 1) == [("b", (0,))]
+    assert packing.choose([room("z", [1000]), room("y", [1000])], SlotSpec(), 1) == [("y", (0,))]
 
 
 def test_a_run_without_accelerators_leaves_processors_to_those_with_free_ones() -> None:
     packing = FragmentationScores(((shape(cpus=8), 1),))
     rooms = [room("a", [1000], 8), room("b", [0], 8)]
-    assert packing.choose(rooms, SlotRequest(milli=0, cpu_milli=4000), 1) == [("b", (0,))]
+    assert packing.choose(rooms, SlotSpec(milli=0, cpu_milli=4000), 1) == [("b", (0,))]
 
 
 def test_a_kind_that_others_must_have_is_left_to_them() -> None:
     only_b = shape(models=frozenset("B"))
     packing = FragmentationScores(((only_b, 1), (shape(), 1)))
     rooms = [room("b", [1000], model="B"), room("a", [1000], model="A")]
-    assert packing.choose(rooms, SlotRequest(), 1) == [("a", (0,))]
+    assert packing.choose(rooms, SlotSpec(), 1) == [("a", (0,))]
 
 
 def test_a_rare_kind_that_few_others_must_have_is_left_to_them_although_its_node_is_fuller() -> None:
     only_b = shape(models=frozenset("B"))
     typical = ((only_b, 1), (shape(models=frozenset("A")), 5), (shape(), 4))
     rooms = [room("b", [1000], model="B"), room("a", [1000, 1000], model="A")]
-    assert FragmentationScores(typical).choose(rooms, SlotRequest(), 1) == [("b", (0,))]
+    assert FragmentationScores(typical).choose(rooms, SlotSpec(), 1) == [("b", (0,))]
     rarity = rarity_of(typical, {"A": 90, "B": 10})
     assert rarity == {frozenset("B"): 10 * RARITY_PARTS, frozenset("A"): 100 * RARITY_PARTS // 90}
-    assert FragmentationScores(typical, rarity).choose(rooms, SlotRequest(), 1) == [("a", (0,))]
+    assert FragmentationScores(typical, rarity).choose(rooms, SlotSpec(), 1) == [("a", (0,))]
 
 
 def test_rarity_counts_all_models_that_a_shape_names_and_leaves_out_those_that_are_missing() -> None:
@@ -137,25 +137,25 @@ def test_rarity_counts_all_models_that_a_shape_names_and_leaves_out_those_that_a
 def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:
     packing = FragmentationScores(((shape(), 1),))
     rooms = [room("a", [1000] * 4), room("b", [1000] * 8), room("c", [1000] * 8)]
-    taken = packing.choose(rooms, SlotRequest(), 12)
+    taken = packing.choose(rooms, SlotSpec(), 12)
     assert sorted(len(slots) for _, slots in taken) == [4, 8]
-    apart = packing.choose(rooms, SlotRequest(bundle=2, one_bundle_per_node=True), 6)
+    apart = packing.choose(rooms, SlotSpec(bundle=2, one_bundle_per_node=True), 6)
     assert sorted((name, len(slots)) for name, slots in apart) == [("a", 2), ("b", 2), ("c", 2)]
 
 
 def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
     packing = FragmentationScores(((shape(), 1),))
     rooms = [room("a", [1000]), room("b", [1000, 1000])]
-    assert packing.choose(rooms, SlotRequest(), 1, avoid={"a"}) == [("b", (0,))]
-    assert packing.choose(rooms[:1], SlotRequest(), 1, avoid={"a"}) == [("a", (0,))]
+    assert packing.choose(rooms, SlotSpec(), 1, avoid={"a"}) == [("b", (0,))]
+    assert packing.choose(rooms[:1], SlotSpec(), 1, avoid={"a"}) == [("a", (0,))]
 
 
 def test_mig_slices_are_counted_by_profile() -> None:
     node = Node("a", "1", 3, 1.0, accelerator="A", profiles=("1g", "2g", "1g"))
     packing = FragmentationScores(((shape(profile="1g"), 1),))
     mig = NodeCapacity(node, [1000, 1000, 1000], 0, 0, 3, 3000)
-    assert packing.choose([mig], SlotRequest(profile="2g"), 1) == [("a", (1,))]
-    assert packing.choose([mig], SlotRequest(profile="1g"), 2) == [("a", (0, 2))]
+    assert packing.choose([mig], SlotSpec(profile="2g"), 1) == [("a", (1,))]
+    assert packing.choose([mig], SlotSpec(profile="1g"), 2) == [("a", (0, 2))]
 
 
 # -- the workload -------------------------------------------------------------------------------------
@@ -198,18 +198,18 @@ def test_a_workload_survives_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("demand", "slots", "expected"),
+    ("slot_spec", "slots", "expected"),
     [
-        (SlotRequest(cpu_milli=500), 4, Shape(4, SLOT_MILLI, 2000, 0)),
-        (SlotRequest(), 64, Shape(8, SLOT_MILLI, 0, 0)),
-        (SlotRequest(bundle=2), 64, Shape(2, SLOT_MILLI, 0, 0)),
-        (SlotRequest(one_bundle_per_node=True), 4, Shape(1, SLOT_MILLI, 0, 0)),
-        (SlotRequest(milli=0, cpu_milli=500), 2, Shape(0, 0, 1000, 0)),
-        (SlotRequest(milli=300, accelerators=frozenset("A")), 1, Shape(1, 300, 0, 0, frozenset("A"))),
+        (SlotSpec(cpu_milli=500), 4, Shape(4, SLOT_MILLI, 2000, 0)),
+        (SlotSpec(), 64, Shape(8, SLOT_MILLI, 0, 0)),
+        (SlotSpec(bundle=2), 64, Shape(2, SLOT_MILLI, 0, 0)),
+        (SlotSpec(one_bundle_per_node=True), 4, Shape(1, SLOT_MILLI, 0, 0)),
+        (SlotSpec(milli=0, cpu_milli=500), 2, Shape(0, 0, 1000, 0)),
+        (SlotSpec(milli=300, accelerators=frozenset("A")), 1, Shape(1, 300, 0, 0, frozenset("A"))),
     ],
 )
-def test_the_piece_in_which_a_gang_comes(demand: SlotRequest, slots: int, expected: Shape) -> None:
-    assert piece_of(demand, slots) == expected
+def test_the_piece_in_which_a_gang_comes(slot_spec: SlotSpec, slots: int, expected: Shape) -> None:
+    assert piece_of(slot_spec, slots) == expected
 
 
 def test_the_workload_is_learned_from_what_is_submitted() -> None:
@@ -221,24 +221,22 @@ def test_the_workload_is_learned_from_what_is_submitted() -> None:
 # -- whatever comes -------------------------------------------------------------------------------------
 
 MILLI = st.sampled_from([0, 110, 250, 470, 500, 810, 1000])
-DEMANDS = st.builds(
-    lambda milli, cpus, gib, models, profile: SlotRequest(
-        milli, cpus * 500, gib * GIB, models, profile if milli else ""
-    ),
+SLOT_SPECS = st.builds(
+    lambda milli, cpus, gib, models, profile: SlotSpec(milli, cpus * 500, gib * GIB, models, profile if milli else ""),
     MILLI,
     st.integers(0, 6),
     st.integers(0, 6),
     st.sampled_from([frozenset[str](), frozenset("A")]),
     st.just(""),
 )
-ASKED = st.tuples(DEMANDS, st.integers(1, 4), st.booleans())
+ASKED = st.tuples(SLOT_SPECS, st.integers(1, 4), st.booleans())
 NODES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8), st.integers(0, 8), st.sampled_from("AB")), min_size=1)
 
 
 @settings(max_examples=150, deadline=None)
 @given(nodes=NODES.filter(lambda each: len(each) < 9), asked=st.lists(ASKED, max_size=40))
 def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
-    nodes: list[tuple[int, int, int, str]], asked: list[tuple[SlotRequest, int, bool]]
+    nodes: list[tuple[int, int, int, str]], asked: list[tuple[SlotSpec, int, bool]]
 ) -> None:
     rooms = [
         NodeCapacity.of(
@@ -248,26 +246,26 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
     ]
     workload = Workload()
     packing = FragmentationScores()
-    for demand, count, bundled in asked:
-        demand = demand._replace(bundle=count) if bundled else demand
-        workload.add(piece_of(demand, count))
+    for slot_spec, count, bundled in asked:
+        slot_spec = slot_spec._replace(bundle=count) if bundled else slot_spec
+        workload.add(piece_of(slot_spec, count))
         if packing.typical is not workload.typical:
             packing = FragmentationScores(workload.typical)
         fitting = [
             each
             for each in rooms
-            if (not demand.accelerators or each.node.accelerator in demand.accelerators) and each.fits(demand)
+            if (not slot_spec.accelerators or each.node.accelerator in slot_spec.accelerators) and each.fits(slot_spec)
         ]
-        if sum(each.fits(demand) for each in fitting) < count:
+        if sum(each.fits(slot_spec) for each in fitting) < count:
             continue
-        taken = packing.choose(fitting, demand, count)
-        assert taken == FragmentationScores(workload.typical).choose(fitting, demand, count)
+        taken = packing.choose(fitting, slot_spec, count)
+        assert taken == FragmentationScores(workload.typical).choose(fitting, slot_spec, count)
         assert sum(len(slots) for _, slots in taken) == count
         assert len({name for name, _ in taken}) == len(taken)
         for name, slots in taken:
             each = rooms[int(name[1:])]
             assert len(set(slots)) == len(slots)
-            each.allocate(demand, slots)
+            each.allocate(slot_spec, slots)
             assert min(each.free_milli) >= 0
             assert each.cpu_milli >= 0 or not each.node.cpu_milli
             assert each.memory_bytes >= 0 or not each.node.memory_bytes

@@ -10,7 +10,7 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.place.snapshot import ClusterSnapshot
 from services.scheduler.core.place.strategies import pack
-from services.scheduler.core.state.slot_request import SIMPLE
+from services.scheduler.core.state.slot_spec import SIMPLE
 from tests.scheduler.world import World, spec
 
 

@@ -22,7 +22,7 @@ from services.scheduler.core.place.pools import Preferences
 from services.scheduler.core.state import pool_demand
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Phase, Run
 from services.scheduler.core.state.pool_demand import PoolDemand
-from services.scheduler.core.state.slot_request import slot_request_of
+from services.scheduler.core.state.slot_spec import slot_spec_of
 from tests.scheduler.world import spec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -170,7 +170,7 @@ def waiting(*runs: Any) -> list[Run]:
     found = []
     for number, each in enumerate(runs):
         given = spec(each) if isinstance(each, int) else each
-        run = Run(f"r{number}", given, number, NOW, demand=slot_request_of(given), least=given.slots.min)
+        run = Run(f"r{number}", given, number, NOW, slot_spec=slot_spec_of(given), least=given.slots.min)
         run.phase, run.waiting_code, run.waiting_generation = Phase.QUEUED, "slots", 1
         found.append(run)
     return found

@@ -12,7 +12,7 @@ from contracts.events.run import RunPreempting
 from contracts.scheduling import Policy
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims
 from tests.scheduler.world import World, spec
 
@@ -32,10 +32,10 @@ def bundles_after(problem: PreemptionProblem, cell: tuple[str, ...], victims: li
         for victim in victims:
             for home, slots in victim.freed:
                 for slot in slots if home == node_id else ():
-                    left[slot] += by_id[victim.run_id].demand.milli
-        free = sum(milli >= problem.demand.milli for milli in left)
-        bundle = problem.demand.bundle
-        total += min(free // bundle, 1) if problem.demand.one_bundle_per_node else free // bundle
+                    left[slot] += by_id[victim.run_id].slot_spec.milli
+        free = sum(milli >= problem.slot_spec.milli for milli in left)
+        bundle = problem.slot_spec.bundle
+        total += min(free // bundle, 1) if problem.slot_spec.one_bundle_per_node else free // bundle
     return total
 
 
@@ -68,7 +68,7 @@ def cost(problem: PreemptionProblem, victims: list[Victim]) -> tuple[float, ...]
 
 
 def brute_force(problem: PreemptionProblem) -> tuple[float, ...] | None:
-    needed = -(-problem.count // problem.demand.bundle)
+    needed = -(-problem.count // problem.slot_spec.bundle)
     best: tuple[float, ...] | None = None
     for chosen in product(*(choices(each) for each in problem.candidates)):
         victims = [each for each in chosen if each is not None]
@@ -100,20 +100,20 @@ def small_problem(rng: random.Random) -> PreemptionProblem:
             spare = rng.randint(0, slots - 1) if len(parts) == 1 and rng.random() < 0.3 else 0
             priority = rng.choice([0, 0, 0, 1, 2])
             work = float(rng.randint(0, 20))
-            demand = SlotRequest(milli=share)
-            candidates.append(Candidate(f"r{number}", demand, tuple(parts), priority, spare, lost_slot_s=work))
+            slot_spec = SlotSpec(milli=share)
+            candidates.append(Candidate(f"r{number}", slot_spec, tuple(parts), priority, spare, lost_slot_s=work))
     for node_id in nodes:  # and some that may not be preempted
         for slot, milli in enumerate(left[node_id]):
             if milli == SLOT_MILLI and rng.random() < 0.5:
                 left[node_id][slot] = 0
     bundle = rng.choice([1, 1, 2, 3])
-    demand = SlotRequest(
+    slot_spec = SlotSpec(
         milli=rng.choice([SLOT_MILLI, SLOT_MILLI, 500]), bundle=bundle, one_bundle_per_node=rng.random() < 0.2
     )
     ids = sorted(nodes)
     cells = [ids] if rng.random() < 0.6 else [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
     rooms = {node_id: room(node_id, nodes[node_id], left[node_id]) for node_id in nodes}
-    return PreemptionProblem(demand, bundle * rng.randint(1, 4), rooms, cells, candidates)
+    return PreemptionProblem(slot_spec, bundle * rng.randint(1, 4), rooms, cells, candidates)
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -148,12 +148,12 @@ def test_a_bundle_of_eight_preempts_eight_of_a_full_cluster(nodes: int) -> None:
     rng = random.Random(nodes)
     rooms = {f"n{number:03}": room(f"n{number:03}", 8, [0] * 8) for number in range(nodes)}
     candidates = [
-        Candidate(f"{node_id}-{slot}", SlotRequest(), ((node_id, (slot,)),), lost_slot_s=rng.random() * 1000)
+        Candidate(f"{node_id}-{slot}", SlotSpec(), ((node_id, (slot,)),), lost_slot_s=rng.random() * 1000)
         for node_id in rooms
         for slot in range(8)
     ]
     rng.shuffle(candidates)
-    problem = PreemptionProblem(SlotRequest(bundle=8), 8, rooms, [list(rooms)], candidates)
+    problem = PreemptionProblem(SlotSpec(bundle=8), 8, rooms, [list(rooms)], candidates)
     found = select_victims(problem)
     assert found is not None
     assert len(found) == 8
@@ -180,12 +180,12 @@ def test_a_gang_that_lies_together_preempts_within_one_zone(strict: bool) -> Non
     rooms = {f"n{number}": room(f"n{number}", 4, [0] * 4) for number in range(8)}
     zones = [[f"n{number}" for number in range(8) if number % 2 == zone] for zone in range(2)]
     candidates = [
-        Candidate(f"{node_id}-{slot}", SlotRequest(), ((node_id, (slot,)),), lost_slot_s=rng.randint(1, 100))
+        Candidate(f"{node_id}-{slot}", SlotSpec(), ((node_id, (slot,)),), lost_slot_s=rng.randint(1, 100))
         for node_id in rooms
         for slot in range(4)
     ]
     cells = zones if strict else [*zones, list(rooms)]
-    found = select_victims(PreemptionProblem(SlotRequest(), 8, rooms, cells, candidates))
+    found = select_victims(PreemptionProblem(SlotSpec(), 8, rooms, cells, candidates))
     assert found is not None
     by_work = sorted(candidates, key=lambda each: each.lost_slot_s)
     within = [[each for each in by_work if each.parts[0][0] in zone][:8] for zone in zones] if strict else [by_work[:8]]
@@ -197,10 +197,10 @@ def test_a_gang_that_lies_together_preempts_within_one_zone(strict: bool) -> Non
 def test_a_gang_that_spans_nodes_is_preempted_rather_than_more_slots_of_others() -> None:
     rooms = {f"n{number}": room(f"n{number}", 8, [0] * 8) for number in range(40)}
     candidates = [
-        Candidate(f"gang{number}", SlotRequest(), tuple((f"n{number * 2 + i}", tuple(range(8))) for i in range(2)))
+        Candidate(f"gang{number}", SlotSpec(), tuple((f"n{number * 2 + i}", tuple(range(8))) for i in range(2)))
         for number in range(20)
     ]
-    problem = PreemptionProblem(SlotRequest(bundle=8), 64, rooms, [list(rooms)], candidates)
+    problem = PreemptionProblem(SlotSpec(bundle=8), 64, rooms, [list(rooms)], candidates)
     found = select_victims(problem)
     assert found is not None
     assert len(found) == 4
@@ -216,21 +216,21 @@ def test_victims_of_a_large_cluster_are_found_in_time() -> None:
         for home, _ in parts:
             left[home] = []
         if parts:
-            candidates.append(Candidate(f"g{number}", SlotRequest(), parts, lost_slot_s=rng.random() * 1000))
+            candidates.append(Candidate(f"g{number}", SlotSpec(), parts, lost_slot_s=rng.random() * 1000))
     for node_id, slots in left.items():
         while slots:
             taken = tuple(slots[: rng.choice([1, 1, 2, 4])])
             del slots[: len(taken)]
             run_id = f"{node_id}-{taken[0]}"
-            candidates.append(Candidate(run_id, SlotRequest(), ((node_id, taken),), lost_slot_s=rng.random() * 1000))
-    for demand, count in (
-        (SlotRequest(bundle=8), 8),
-        (SlotRequest(bundle=8), 512),
-        (SlotRequest(), 1),
-        (SlotRequest(), 1024),
+            candidates.append(Candidate(run_id, SlotSpec(), ((node_id, taken),), lost_slot_s=rng.random() * 1000))
+    for slot_spec, count in (
+        (SlotSpec(bundle=8), 8),
+        (SlotSpec(bundle=8), 512),
+        (SlotSpec(), 1),
+        (SlotSpec(), 1024),
     ):
         started = time.process_time()
-        found = select_victims(PreemptionProblem(demand, count, rooms, [list(rooms)], candidates))
+        found = select_victims(PreemptionProblem(slot_spec, count, rooms, [list(rooms)], candidates))
         spent_s = time.process_time() - started
         assert found is not None
         slots = sum(len(slots) for victim in found for _, slots in victim.freed)

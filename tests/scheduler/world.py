@@ -43,7 +43,7 @@ from services.scheduler.core.decisions import NOTHING_LEFT, Decision, decision_r
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.state.index import Index
-from services.scheduler.core.state.slot_request import SLOT_MILLI
+from services.scheduler.core.state.slot_spec import SLOT_MILLI
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
@@ -260,8 +260,8 @@ class World:
             for part in run.live:
                 node = cluster.nodes[part.node_id]
                 assert node.allocations[(run.run_id, run.generation)].slots == part.slots
-                for slot in part.slots if run.demand.milli else ():
-                    given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.demand.milli
+                for slot in part.slots if run.slot_spec.milli else ():
+                    given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.slot_spec.milli
                     assert given[node.node_id, slot] <= SLOT_MILLI, f"slot {slot} of {node.node_id} is allocated twice"
             assert run.generation >= self.checked[run.run_id]
             self.checked[run.run_id] = run.generation

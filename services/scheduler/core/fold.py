@@ -40,7 +40,7 @@ from services.scheduler.core.state.quarantine import (
     release_run,
     reset_index,
 )
-from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, slot_spec_of
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of
 
@@ -179,7 +179,7 @@ def _accepted(
     if fact.run_id in cluster.runs:
         return
     slots = fact.spec.slots
-    accepted = Run(fact.run_id, fact.spec, sequence, time, slot_request_of(fact.spec), least=slots.min, most=slots.max)
+    accepted = Run(fact.run_id, fact.spec, sequence, time, slot_spec_of(fact.spec), least=slots.min, most=slots.max)
     accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""
@@ -190,7 +190,7 @@ def _accepted(
     accepted.kind = run_kind_of(fact.spec)
     owner = f"{fact.spec.team}/{fact.spec.user}/{fact.spec.name}"
     accepted.array_id = cluster.arrays.add(fact.run_id, owner, time.timestamp())
-    cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))
+    cluster.workload.add(piece_of(accepted.slot_spec, fact.spec.slots.min))
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
     cluster.unqueued[fact.run_id] = None
@@ -235,8 +235,8 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
     known.reserved = None
     if known.ready_at == EPOCH:
         known.ready_at = time
-        milli = known.spec.slots.min * known.demand.milli
-        cluster.fifo_waits.add(known.demand.accelerators, known.spec.priority, known.run_id, milli, time.timestamp())
+        milli = known.spec.slots.min * known.slot_spec.milli
+        cluster.fifo_waits.add(known.slot_spec.accelerators, known.spec.priority, known.run_id, milli, time.timestamp())
         _start_fifo_runs(cluster, known, time)
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     known.queued_generation = fact.next_generation
@@ -293,7 +293,7 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         if home is None or not home.alive:
             _end(cluster, known, part, "lost", time)
         else:
-            home.allocate((known.run_id, fact.generation), Allocation(part.slots, known.demand))
+            home.allocate((known.run_id, fact.generation), Allocation(part.slots, known.slot_spec))
             home.update_idle_times(time)
             part.accelerator = home.accelerator
             _account(cluster, known, part, 1, time)
@@ -302,8 +302,8 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
 
 def _account(cluster: Cluster, known: Run, part: MemberState, sign: int, time: datetime) -> None:
     """The part has its slots from now on, or (-1) until now."""
-    if part.accelerator is not None and known.demand.milli:
-        slots = sign * len(part.slots) * known.demand.milli / SLOT_MILLI
+    if part.accelerator is not None and known.slot_spec.milli:
+        slots = sign * len(part.slots) * known.slot_spec.milli / SLOT_MILLI
         cluster.usage.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
 
 
@@ -470,7 +470,7 @@ def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str, time: dateti
         cluster.history.add(known.kind, run_s, time)
     _enter(cluster, known, phase)
     cluster.arrays.remove(known.array_id, known.run_id)
-    cluster.fifo_waits.remove(known.demand.accelerators, known.spec.priority, known.run_id)
+    cluster.fifo_waits.remove(known.slot_spec.accelerators, known.spec.priority, known.run_id)
     _start_fifo_runs(cluster, known, time)
     known.outcome = outcome
     if not known.live:
@@ -480,7 +480,7 @@ def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str, time: dateti
 
 def _start_fifo_runs(cluster: Cluster, known: Run, time: datetime) -> None:
     """Start the runs of the run's pool whose turn has come in strict order of submission."""
-    pool = known.demand.accelerators
+    pool = known.slot_spec.accelerators
     nodes = cluster.nodes.values()
     slots = sum(node.slots for node in nodes if node.is_schedulable and (not pool or node.accelerator in pool))
     cluster.fifo_waits.start_runs(pool, slots * SLOT_MILLI, time.timestamp())

@@ -42,7 +42,7 @@ class AllocatedRun:
     def milli(self) -> int:
         """Thousandths of all its slots."""
         try:
-            return self.run.demand.milli * self.slots
+            return self.run.slot_spec.milli * self.slots
         except Exception as error:
             note_suspect(error, run_id=self.run.run_id)
             raise

@@ -21,7 +21,7 @@ from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
 from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots, has_profiles
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 
 #: Sets of runs of one node that are compared; with more, those that are cheapest by themselves are taken.
 MAX_NODE_SETS = 512
@@ -37,7 +37,7 @@ class Candidate:
     """An allocated run that may be preempted."""
 
     run_id: str
-    demand: SlotRequest
+    slot_spec: SlotSpec
     parts: tuple[NodeSlots, ...]
     priority: int = 0
     #: Slots by which it can shrink, in steps of its own bundle.
@@ -65,7 +65,7 @@ class Victim(NamedTuple):
 class PreemptionProblem:
     """A run that waits for ``count`` slots, and all that decides what has to go for it."""
 
-    demand: SlotRequest
+    slot_spec: SlotSpec
     count: int
     #: What is free of each node.
     nodes: Mapping[str, NodeCapacity]
@@ -73,7 +73,7 @@ class PreemptionProblem:
     cells: Sequence[Sequence[str]]
     candidates: Sequence[Candidate]
     #: Node -> what is reserved there for others, also once it is free.
-    reserved: Mapping[str, Sequence[tuple[SlotRequest, tuple[int, ...]]]] = field(default_factory=dict)
+    reserved: Mapping[str, Sequence[tuple[SlotSpec, tuple[int, ...]]]] = field(default_factory=dict)
 
 
 def select_victims(problem: PreemptionProblem) -> list[Victim] | None:
@@ -170,7 +170,7 @@ class _CellSearch:
                 self._local.setdefault(homes[0], []).append(candidate)
             elif homes:
                 self._gangs.append(candidate)
-        self._bundle = problem.demand.bundle
+        self._bundle = problem.slot_spec.bundle
         self._steps = 0
         self._free = {node_id: self._bundles(node_id, ()) for node_id in self.nodes}
         self._options: dict[str, list[_Option]] = {}
@@ -238,7 +238,7 @@ class _CellSearch:
     def _gang_choices(self, gang: Candidate) -> list[Victim]:
         """The ways to preempt a gang: shrink it as far as it goes, or stop it."""
         whole = Victim(gang.run_id, gang.parts)
-        step = gang.demand.bundle
+        step = gang.slot_spec.bundle
         spare = gang.spare - gang.spare % step
         if spare <= 0:
             return [whole]
@@ -325,8 +325,8 @@ class _CellSearch:
             if choices:
                 groups.append([(), *((each,) for each in choices), (Victim(candidate.run_id, candidate.parts),)])
                 continue
-            whole = candidate.demand.milli == SLOT_MILLI and not profiles
-            alike.setdefault((candidate.demand, len(slots) if whole else slots), []).append(candidate)
+            whole = candidate.slot_spec.milli == SLOT_MILLI and not profiles
+            alike.setdefault((candidate.slot_spec, len(slots) if whole else slots), []).append(candidate)
         for same in alike.values():
             same.sort(key=self.costs.of)
             victims = [Victim(each.run_id, each.parts) for each in same]
@@ -335,7 +335,7 @@ class _CellSearch:
 
     def _shrinks(self, candidate: Candidate, node_id: str) -> list[Victim]:
         """The ways to shrink a run that lies on this node."""
-        slots, step = _slots_on(candidate, node_id), candidate.demand.bundle
+        slots, step = _slots_on(candidate, node_id), candidate.slot_spec.bundle
         most = min(candidate.spare, len(slots))
         return [
             Victim(candidate.run_id, ((node_id, slots[len(slots) - by :]),), by) for by in range(step, most + 1, step)
@@ -463,7 +463,7 @@ class _CellSearch:
 
     def _least_shrink(self, victim: Victim, others: list[Victim], needed: int) -> Victim:
         candidate = next(each for each in self.problem.candidates if each.run_id == victim.run_id)
-        step = candidate.demand.bundle
+        step = candidate.slot_spec.bundle
         while len(victim.freed) > 1 or len(victim.freed[0][1]) > step:
             node_id, slots = victim.freed[-1]
             last = ((node_id, slots[step:]),) if len(slots) > step else ()
@@ -489,22 +489,22 @@ class _CellSearch:
 
     def _bundles(self, node_id: str, victims: Sequence[Victim]) -> int:
         """The bundles that fit on the node with these victims gone."""
-        problem, demand = self.problem, self.problem.demand
+        problem, slot_spec = self.problem, self.problem.slot_spec
         capacity = problem.nodes[node_id]
         reserved = problem.reserved.get(node_id, ())
         if not victims and not reserved:
-            return capacity.fits(demand) // self._bundle
+            return capacity.fits(slot_spec) // self._bundle
         capacity = capacity.copy()
         for victim in victims:
             candidate = self.costs._of[victim.run_id]
             for home, slots in victim.freed:
                 if home == node_id:
-                    capacity.release(candidate.demand, slots)
+                    capacity.release(candidate.slot_spec, slots)
         for other, slots in reserved:
             capacity.allocate(
                 other, tuple(s for s in slots if s >= len(capacity.free_milli) or capacity.free_milli[s] >= other.milli)
             )
-        return capacity.fits(demand) // self._bundle
+        return capacity.fits(slot_spec) // self._bundle
 
 
 def _beyond(options: Sequence[_Option], taken: _Option) -> list[_Option]:

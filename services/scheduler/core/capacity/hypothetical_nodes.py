@@ -89,7 +89,7 @@ class HypotheticalCapacity:
 
     def _could_hold(self, node: Node, request: ResourceRequest) -> bool:
         """Whether an empty node like this holds any part of such a run."""
-        return suits(node, request) and NodeCapacity.of(node, empty=True).fits(request.demand) > 0
+        return suits(node, request) and NodeCapacity.of(node, empty=True).fits(request.slot_spec) > 0
 
     def _suitable(self, run: Run, request: ResourceRequest, work_s: float | None) -> list[tuple[_Kind, list[str]]]:
         """Return the present nodes that suit the run, its first choice first."""
@@ -104,26 +104,26 @@ class HypotheticalCapacity:
 
     def _fill(self, run: Run, present: Sequence[str], pools: Sequence[Pool]) -> bool:
         """Put all of the run on these nodes and on nodes of these pools, or nothing of it."""
-        demand, missing = run.demand, run.spec.slots.min
+        slot_spec, missing = run.slot_spec, run.spec.slots.min
         taken: list[tuple[str, bool, NodeSlots]] = []
         for name, is_new, node_id in self._nodes(present, pools):
             if is_new:
                 node = replace(self.template[name], node_id=node_id)
                 self.snapshot.put(node_id, NodeCapacity.of(node, empty=True))
-            count = min(self.snapshot.nodes[node_id].fits(demand), missing)
+            count = min(self.snapshot.nodes[node_id].fits(slot_spec), missing)
             if count <= 0:
                 if is_new:
                     self.snapshot.remove(node_id)
                 continue
-            slots = (node_id, self.snapshot.nodes[node_id].pick(demand, count))
-            self.snapshot.allocate(demand, [slots])
+            slots = (node_id, self.snapshot.nodes[node_id].pick(slot_spec, count))
+            self.snapshot.allocate(slot_spec, [slots])
             taken.append((name, is_new, slots))
             missing -= count
             if missing <= 0:
                 self._record(run, taken)
                 return True
         for _, is_new, slots in taken:
-            self.snapshot.release(demand, [slots])
+            self.snapshot.release(slot_spec, [slots])
             if is_new:
                 self.snapshot.remove(slots[0])
         return False
@@ -146,7 +146,7 @@ class HypotheticalCapacity:
         for name in sorted({name for name, *_ in taken if name}):
             self.run_ids.setdefault(name, []).append(run.run_id)
         full = {node_id for _, _, (node_id, _) in taken if not self.snapshot.nodes[node_id].total_milli}
-        if full and run.demand.milli:  # no run finds slots there
+        if full and run.slot_spec.milli:  # no run finds slots there
             for node_ids in self.present.values():
                 node_ids[:] = [node_id for node_id in node_ids if node_id not in full]
 

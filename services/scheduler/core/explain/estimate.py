@@ -28,7 +28,7 @@ from contracts.scheduling import Policy, Predict
 from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.durations import Distribution, RunKind, RunningTimes, WaitKind, wait_kind_of
-from services.scheduler.core.state.slot_request import SLOT_MILLI
+from services.scheduler.core.state.slot_spec import SLOT_MILLI
 
 #: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that
 #: has slots.
@@ -279,7 +279,7 @@ class Situation:
             node = self._cluster.nodes.get(part.node_id)
             if node is not None and node.is_schedulable:
                 pool = self._pools[node.accelerator]
-                by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.demand.milli
+                by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.slot_spec.milli
         if not by_pool:
             return
         left_s, yields_s = self._lets.left_s(run), self._lets.yields_s(run)
@@ -287,8 +287,8 @@ class Situation:
             yield PoolAllocation(pool, milli, left_s, run.spec.priority, yields_s)
 
     def _claim(self, run: Run) -> PoolRequest | None:
-        kinds = run.demand.accelerators
-        milli = run.spec.slots.min * run.demand.milli
+        kinds = run.slot_spec.accelerators
+        milli = run.spec.slots.min * run.slot_spec.milli
         pools = tuple(pool for kind, pool in self._pools.items() if not kinds or kind in kinds)
         pools = tuple(pool for pool in pools if self._whole[pool] >= milli)
         if not pools or run.cancel_reason is not None:
@@ -499,8 +499,8 @@ def _largest(cluster: Cluster) -> dict[str, int]:
 
 def _fits(run: Run, largest: dict[str, int]) -> bool:
     """Whether it could ever run on these nodes."""
-    kinds = run.demand.accelerators
-    milli = run.spec.slots.min * run.demand.milli
+    kinds = run.slot_spec.accelerators
+    milli = run.spec.slots.min * run.slot_spec.milli
     return any(milli <= most for kind, most in largest.items() if not kinds or kind in kinds)
 
 

@@ -20,7 +20,7 @@ from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.durations import run_kind_of
-from services.scheduler.core.state.slot_request import slot_request_of
+from services.scheduler.core.state.slot_spec import slot_spec_of
 
 #: How many kinds of accelerator, clusters and teams are tried.
 MAX_TRIED_VALUES = 20
@@ -79,7 +79,7 @@ class Attempt:
         run = replace(
             self.run,
             spec=spec,
-            demand=slot_request_of(spec),
+            slot_spec=slot_spec_of(spec),
             least=slots.min,
             most=slots.max,
             kind=run_kind_of(spec),

@@ -84,7 +84,7 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
         if slots:
             latest_s, limit = expected_end_s(cluster, holder, now, policy)
             ends_at = now + timedelta(seconds=release_times.middle_s(holder, run))
-            ends.append((ends_at, slots * holder.demand.milli))
+            ends.append((ends_at, slots * holder.slot_spec.milli))
             found.append(
                 {
                     "run_id": run_id,
@@ -105,7 +105,9 @@ def _room_at(
     cluster: Cluster, run: Run, wanted: Iterable[str], ends: Iterable[tuple[datetime, int]]
 ) -> datetime | None:
     """Return when enough will be released for the run, if no other run waited."""
-    missing = run.spec.slots.min * run.demand.milli - sum(sum(cluster.nodes[node_id].free_milli) for node_id in wanted)
+    missing = run.spec.slots.min * run.slot_spec.milli - sum(
+        sum(cluster.nodes[node_id].free_milli) for node_id in wanted
+    )
     for ends_at, milli in sorted(ends):
         if missing <= 0:
             break

@@ -37,7 +37,7 @@ class WaitGroup(NamedTuple):
 
 def group_of(run: Run) -> WaitGroup:
     """Return the group whose longest wait the run is measured by."""
-    return WaitGroup(run.spec.team or "", run.demand.accelerators, run.spec.priority)
+    return WaitGroup(run.spec.team or "", run.slot_spec.accelerators, run.spec.priority)
 
 
 def limit_s(cluster: Cluster, run: Run, config: EvenWait) -> float:

@@ -84,7 +84,7 @@ def _lift_limit_s(cluster: Cluster, run: Run, policy: Policy) -> float:
     least_s = policy.order.attained.lift_after_s
     if least_s is None:
         return math.inf
-    longest_s = cluster.fifo_waits.longest_s(run.demand.accelerators, run.spec.priority)
+    longest_s = cluster.fifo_waits.longest_s(run.slot_spec.accelerators, run.spec.priority)
     return max(_lift_steps(longest_s, least_s) * LIFT_STEP * least_s, least_s)
 
 
@@ -273,7 +273,7 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
         return
     run = cluster.runs[run_id]
     try:
-        if not run.demand.milli:
+        if not run.slot_spec.milli:
             index.without_accelerator.add(run_id)
         index.count(run_id, (resource_request_of(cluster, run), run.least))
         index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.workload import Shape, shape_of
 
@@ -196,15 +196,15 @@ class FragmentationScores:
     # -- nodes --------------------------------------------------------------------
 
     def choose(
-        self, capacities: list[NodeCapacity], demand: SlotRequest, count: int, avoid: Collection[str] = ()
+        self, capacities: list[NodeCapacity], slot_spec: SlotSpec, count: int, avoid: Collection[str] = ()
     ) -> list[NodeSlots]:
         """``count`` slots out of ``capacities``, which have them: on few nodes, each piece where it fragments least."""
         found: list[NodeSlots] = []
         while count > 0:
-            size, fitting = _largest_piece(capacities, demand, count)
+            size, fitting = _largest_piece(capacities, slot_spec, count)
             preferred = [capacity for capacity in fitting if capacity.node.node_id not in avoid] if avoid else fitting
-            capacity, score = self.best(preferred or fitting, shape_of(demand, size))
-            found.append((capacity.node.node_id, _slots(capacity, demand, size, score.share_of)))
+            capacity, score = self.best(preferred or fitting, shape_of(slot_spec, size))
+            found.append((capacity.node.node_id, _slots(capacity, slot_spec, size, score.share_of)))
             capacities = [each for each in capacities if each is not capacity] if size < count else capacities
             count -= size
         return found
@@ -288,25 +288,25 @@ def _sorted(*parts: Sequence[int]) -> Left:
     return tuple(sorted((each for part in parts for each in part), reverse=True))
 
 
-def _largest_piece(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> tuple[int, list[NodeCapacity]]:
+def _largest_piece(capacities: list[NodeCapacity], slot_spec: SlotSpec, count: int) -> tuple[int, list[NodeCapacity]]:
     """As many of the slots as some node has, and the nodes that have them: few nodes keep gradients off the network."""
-    if count == demand.bundle:
+    if count == slot_spec.bundle:
         return count, capacities
-    fits = [(capacity.fits(demand), capacity) for capacity in capacities]
+    fits = [(capacity.fits(slot_spec), capacity) for capacity in capacities]
     size = min(max(slots for slots, _ in fits), count)
     return size, [capacity for slots, capacity in fits if slots >= size]
 
 
-def _slots(capacity: NodeCapacity, demand: SlotRequest, count: int, share_of: int) -> tuple[int, ...]:
+def _slots(capacity: NodeCapacity, slot_spec: SlotSpec, count: int, share_of: int) -> tuple[int, ...]:
     """Return the slots of the node to take."""
     if not share_of:
-        return capacity.pick(demand, count)
+        return capacity.pick(slot_spec, count)
     try:
         profiles = capacity.node.profiles
     except Exception as error:
         note_suspect(error, node_id=capacity.node.node_id)
         raise
     for slot, milli in enumerate(capacity.free_milli):
-        if milli == share_of and (not profiles or profiles[slot] == demand.profile):
+        if milli == share_of and (not profiles or profiles[slot] == slot_spec.profile):
             return (slot,)
     raise ValueError(f"node {capacity.node.node_id} has no accelerator with {share_of} thousandths left")

@@ -24,7 +24,7 @@ from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
 from services.scheduler.core.place.strategies import CHOICES, pack
 from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
 from services.scheduler.core.state.remaining_time import left_s
-from services.scheduler.core.state.slot_request import SIMPLE, SlotRequest
+from services.scheduler.core.state.slot_spec import SIMPLE, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 
 
@@ -75,7 +75,7 @@ class Placer:
                 for division in self.cells(request)
                 for cell in division
                 if self._may_lie(cell, request, least)
-                and sum(empty.nodes[each].fits(request.demand) for each in cell) >= least
+                and sum(empty.nodes[each].fits(request.slot_spec) for each in cell) >= least
                 for node_id in cell
             )
         return found
@@ -125,7 +125,7 @@ class Placer:
     def _most(self, request: ResourceRequest, *, own_kind: bool) -> int:
         empty = self._empty()
         counts = [
-            sum(empty.nodes[node_id].fits(request.demand) for node_id in cell)
+            sum(empty.nodes[node_id].fits(request.slot_spec) for node_id in cell)
             for division in self.cells(request)
             for cell in division
             if not own_kind or self._alike(cell, request)
@@ -170,14 +170,14 @@ class Placer:
         best = self.roomiest(snapshot, run, count, request, closed, respect_maintenance)
         if best is None:
             return None
-        capacities, demand = best, request.demand
+        capacities, slot_spec = best, request.slot_spec
         good = [capacity for capacity in capacities if capacity.node.node_id not in avoid] if avoid else capacities
         plain = self._plain(good, request)
         for candidates in (plain, good, capacities):
-            if candidates is capacities or _enough(candidates, demand, count):
+            if candidates is capacities or _enough(candidates, slot_spec, count):
                 break
-        preferred, _ = self._preferred(candidates, run, demand, count)
-        return self.choose(preferred, demand, count, avoid)
+        preferred, _ = self._preferred(candidates, run, slot_spec, count)
+        return self.choose(preferred, slot_spec, count, avoid)
 
     def fits(
         self,
@@ -208,7 +208,7 @@ class Placer:
         if index.total < count:
             return None
         return [
-            (node_id, snapshot.nodes[node_id].pick(request.demand, slots)) for node_id, slots in index.packed(count)
+            (node_id, snapshot.nodes[node_id].pick(request.slot_spec, slots)) for node_id, slots in index.packed(count)
         ]
 
     def _only_cell(self, request: ResourceRequest) -> tuple[str, ...]:
@@ -220,8 +220,8 @@ class Placer:
         return found
 
     def _alike_nodes(self, request: ResourceRequest) -> tuple[str, ...]:
-        demand, policy = request.demand, self.policy
-        plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not request.machine
+        slot_spec, policy = request.slot_spec, self.policy
+        plain = slot_spec._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not request.machine
         chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
         cells = self.cells(request)[0]
         if not plain or chosen or len(cells) != 1 or any(has_profiles(self.cluster.nodes[each]) for each in cells[0]):
@@ -253,7 +253,7 @@ class Placer:
         return frozenset(found)
 
     def _preferred(
-        self, capacities: list[NodeCapacity], run: Run, demand: SlotRequest, count: int
+        self, capacities: list[NodeCapacity], run: Run, slot_spec: SlotSpec, count: int
     ) -> tuple[list[NodeCapacity], int]:
         """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
         down its order that went."""
@@ -275,7 +275,7 @@ class Placer:
         there = 0
         for best in sorted({number for number in numbers if number is not None}):
             there += sum(
-                capacity.fits(demand) for capacity, number in zip(capacities, numbers, strict=True) if number == best
+                capacity.fits(slot_spec) for capacity, number in zip(capacities, numbers, strict=True) if number == best
             )
             if there >= count:
                 kept = [
@@ -289,7 +289,7 @@ class Placer:
     def _plain(self, capacities: list[NodeCapacity], request: ResourceRequest) -> list[NodeCapacity]:
         """Those that are not of a scarce kind, unless the run asked for it."""
         scarce = self.policy.place.scarce
-        if not scarce or request.demand.accelerators:
+        if not scarce or request.slot_spec.accelerators:
             return capacities
         return [capacity for capacity in capacities if capacity.node.accelerator not in scarce]
 
@@ -298,7 +298,7 @@ class Placer:
         shut = self.shut(run)
         counts = [
             sum(
-                snapshot.nodes[node_id].fits(request.demand)
+                snapshot.nodes[node_id].fits(request.slot_spec)
                 for node_id in cell
                 if node_id in snapshot.nodes and node_id not in closed and node_id not in shut
             )
@@ -318,8 +318,8 @@ class Placer:
         respect_maintenance: bool = True,
     ) -> list[NodeCapacity] | None:
         """The rooms of the best cell that has ``count`` slots for the run."""
-        demand, shut = request.demand, self.shut(run) if respect_maintenance else ()
-        if snapshot.milli < count * demand.milli:
+        slot_spec, shut = request.slot_spec, self.shut(run) if respect_maintenance else ()
+        if snapshot.milli < count * slot_spec.milli:
             return None  # in a full cluster most searches end here
         dataset = run.dataset.dataset_id if run.dataset is not None else None
         for division in self.cells(request):
@@ -332,7 +332,7 @@ class Placer:
                     capacity = snapshot.nodes.get(node_id)
                     if capacity is None or node_id in closed or node_id in shut:
                         continue
-                    slots = capacity.fits(demand)
+                    slots = capacity.fits(slot_spec)
                     if slots:
                         capacities.append(capacity)
                         total += slots
@@ -340,7 +340,7 @@ class Placer:
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
                     slots_left = -total if request.machine is not None else total
-                    _, down = self._preferred(capacities, run, demand, count)
+                    _, down = self._preferred(capacities, run, slot_spec, count)
                     name = _trait(capacities[0].node, CLUSTER)
                     seen = Candidate(name, total, total, 0, cached / len(capacities), down)
                     fitting.append((name, seen, (down, -min(cached, 1), slots_left), capacities))
@@ -448,12 +448,12 @@ def _spec_of(cluster: Cluster, run_id: str) -> RunSpec:
         raise
 
 
-def _enough(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> bool:
+def _enough(capacities: list[NodeCapacity], slot_spec: SlotSpec, count: int) -> bool:
     """Whether the nodes together have ``count`` slots."""
     for capacity in capacities:
         if count <= 0:
             break
-        count -= capacity.fits(demand)
+        count -= capacity.fits(slot_spec)
     return count <= 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
-from services.scheduler.core.state.slot_request import SlotRequest
+from services.scheduler.core.state.slot_spec import SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 
 #: Labels of nodes that mean something here.
@@ -17,7 +17,7 @@ CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
 class ResourceRequest:
     """All of a run that decides where it may lie; runs with the same request share what is cached for it."""
 
-    demand: SlotRequest
+    slot_spec: SlotSpec
     clusters: tuple[str, ...]
     capacity: str
     tier: str
@@ -52,7 +52,7 @@ def _build_request(run: Run) -> ResourceRequest:
     spec = run.spec
     exact = run.exact
     return ResourceRequest(
-        demand=run.demand,
+        slot_spec=run.slot_spec,
         clusters=spec.scheduling.clusters,
         capacity=spec.scheduling.capacity,
         tier=spec.scheduling.tier or "",
@@ -85,7 +85,7 @@ def useful(run: Run, slots: int) -> int:
     A step takes as long as the process with the most logical ranks: of four logical ranks one has two, on two
     processes as on three.
     """
-    bundle = run.demand.bundle
+    bundle = run.slot_spec.bundle
     slots = max(slots - slots % bundle, run.spec.slots.min)
     training = run.spec.training
     if training is None or training.logical_ranks is None or run.spec.kind != "train":
@@ -98,10 +98,10 @@ def useful(run: Run, slots: int) -> int:
 
 def suits(node: Node, request: ResourceRequest) -> bool:
     """Whether such a run may ever lie on this node, however full it is."""
-    demand = request.demand
-    if demand.accelerators and node.accelerator not in demand.accelerators:
+    slot_spec = request.slot_spec
+    if slot_spec.accelerators and node.accelerator not in slot_spec.accelerators:
         return False
-    if demand.milli and demand.profile and demand.profile not in node.profiles:
+    if slot_spec.milli and slot_spec.profile and slot_spec.profile not in node.profiles:
         return False
     if request.clusters and node.labels.get(CLUSTER, "") not in request.clusters:
         return False

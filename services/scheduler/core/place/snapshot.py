@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class NodeCapacity:
     #: The version of the node's allocations that it was made from.
     version: int = 0
     #: Cached until something is allocated or released.
-    _fits: dict[SlotRequest, int] = field(default_factory=dict)
+    _fits: dict[SlotSpec, int] = field(default_factory=dict)
     #: What is left of it, as placement by fragmentation sees it.
     state: State | None = None
 
@@ -67,79 +67,79 @@ class NodeCapacity:
             self.version,
         )
 
-    def fits(self, demand: SlotRequest) -> int:
-        """Return how many slots of this request fit, in whole bundles."""
-        found = self._fits.get(demand)
+    def fits(self, slot_spec: SlotSpec) -> int:
+        """Return how many such slots fit, in whole bundles."""
+        found = self._fits.get(slot_spec)
         if found is None:
-            found = self._fits[demand] = self._fitting(demand)
+            found = self._fits[slot_spec] = self._fitting(slot_spec)
         return found
 
-    def _fitting(self, demand: SlotRequest) -> int:
+    def _fitting(self, slot_spec: SlotSpec) -> int:
         try:
-            if demand.milli == SLOT_MILLI and not self.node.profiles:
+            if slot_spec.milli == SLOT_MILLI and not self.node.profiles:
                 count = self.whole_slots
-            elif demand.milli == 0:
-                count = self.node.slots if not demand.cpu_milli else 1_000_000
+            elif slot_spec.milli == 0:
+                count = self.node.slots if not slot_spec.cpu_milli else 1_000_000
             elif not self.node.profiles:
-                milli = demand.milli
+                milli = slot_spec.milli
                 # (In one go: this is asked of every node for each share that is placed.)
-                count = 0 if demand.profile else len([each for each in self.free_milli if each >= milli])
+                count = 0 if slot_spec.profile else len([each for each in self.free_milli if each >= milli])
             else:
-                count = sum(1 for _ in self._usable(demand))
-            if count and demand.cpu_milli and self.node.cpu_milli:
-                count = min(count, self.cpu_milli // demand.cpu_milli)
-            if count and demand.memory_bytes and self.node.memory_bytes:
-                count = min(count, self.memory_bytes // demand.memory_bytes)
-            if demand.bundle > 1:
-                count -= count % demand.bundle
-                return min(count, demand.bundle) if demand.one_bundle_per_node else count
-            return min(count, 1) if demand.one_bundle_per_node else max(count, 0)
+                count = sum(1 for _ in self._usable(slot_spec))
+            if count and slot_spec.cpu_milli and self.node.cpu_milli:
+                count = min(count, self.cpu_milli // slot_spec.cpu_milli)
+            if count and slot_spec.memory_bytes and self.node.memory_bytes:
+                count = min(count, self.memory_bytes // slot_spec.memory_bytes)
+            if slot_spec.bundle > 1:
+                count -= count % slot_spec.bundle
+                return min(count, slot_spec.bundle) if slot_spec.one_bundle_per_node else count
+            return min(count, 1) if slot_spec.one_bundle_per_node else max(count, 0)
         except Exception as error:
             note_suspect(error, node_id=self.node.node_id)
             raise
 
-    def _usable(self, demand: SlotRequest) -> Iterator[int]:
+    def _usable(self, slot_spec: SlotSpec) -> Iterator[int]:
         profiles = self.node.profiles
         for slot, milli in enumerate(self.free_milli):
-            if milli >= demand.milli and (profiles[slot] if profiles else "") == demand.profile:
+            if milli >= slot_spec.milli and (profiles[slot] if profiles else "") == slot_spec.profile:
                 yield slot
 
-    def pick(self, demand: SlotRequest, count: int) -> tuple[int, ...]:
+    def pick(self, slot_spec: SlotSpec, count: int) -> tuple[int, ...]:
         """Return the slots to allocate: whole ones in order, shares where the least is left over."""
-        if demand.milli == 0:
+        if slot_spec.milli == 0:
             return tuple(range(count))
         try:
-            usable = list(self._usable(demand))
-            if demand.milli < SLOT_MILLI:
+            usable = list(self._usable(slot_spec))
+            if slot_spec.milli < SLOT_MILLI:
                 usable.sort(key=lambda slot: (self.free_milli[slot], slot))
             return tuple(sorted(usable[:count]))
         except Exception as error:
             note_suspect(error, node_id=self.node.node_id)
             raise
 
-    def allocate(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
-        self._count(demand, slots, -1)
+    def allocate(self, slot_spec: SlotSpec, slots: tuple[int, ...]) -> None:
+        self._count(slot_spec, slots, -1)
 
-    def release(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
-        self._count(demand, slots, 1)
+    def release(self, slot_spec: SlotSpec, slots: tuple[int, ...]) -> None:
+        self._count(slot_spec, slots, 1)
 
-    def _count(self, demand: SlotRequest, slots: tuple[int, ...], sign: int) -> None:
+    def _count(self, slot_spec: SlotSpec, slots: tuple[int, ...], sign: int) -> None:
         left = self.free_milli
         self._fits.clear()
         self.state = None
-        if demand.milli:
+        if slot_spec.milli:
             try:
                 for slot in slots:
                     if slot < len(left):
                         before = left[slot]
-                        left[slot] = before + sign * demand.milli
-                        self.total_milli += sign * demand.milli
+                        left[slot] = before + sign * slot_spec.milli
+                        self.total_milli += sign * slot_spec.milli
                         self.whole_slots += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
             except Exception as error:
                 note_suspect(error, node_id=self.node.node_id)
                 raise
-        self.cpu_milli += sign * demand.cpu_milli * len(slots)
-        self.memory_bytes += sign * demand.memory_bytes * len(slots)
+        self.cpu_milli += sign * slot_spec.cpu_milli * len(slots)
+        self.memory_bytes += sign * slot_spec.memory_bytes * len(slots)
 
 
 class NodeCapacities(dict[str, NodeCapacity]):
@@ -262,17 +262,17 @@ class ClusterSnapshot:
         """Return the number of slots that are free as a whole."""
         return sum(capacity.whole_slots for capacity in self.nodes.values())
 
-    def allocate(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
+    def allocate(self, slot_spec: SlotSpec, taken: Iterable[NodeSlots]) -> None:
         for node_id, slots in taken:
-            self._own_capacity(node_id).allocate(demand, slots)
-            self.milli -= demand.milli * len(slots)
+            self._own_capacity(node_id).allocate(slot_spec, slots)
+            self.milli -= slot_spec.milli * len(slots)
             self._changed(node_id)
 
-    def release(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
+    def release(self, slot_spec: SlotSpec, taken: Iterable[NodeSlots]) -> None:
         for node_id, slots in taken:
             if node_id in self.nodes:
-                self._own_capacity(node_id).release(demand, slots)
-                self.milli += demand.milli * len(slots)
+                self._own_capacity(node_id).release(slot_spec, slots)
+                self.milli += slot_spec.milli * len(slots)
                 self._changed(node_id)
 
     def _changed(self, node_id: str) -> None:
@@ -283,7 +283,7 @@ class ClusterSnapshot:
     def release_run(self, run: Run) -> None:
         """Release all slots that the run still has."""
         try:
-            self.release(run.demand, ((part.node_id, part.slots) for part in run.live))
+            self.release(run.slot_spec, ((part.node_id, part.slots) for part in run.live))
         except Exception as error:
             note_suspect(error, run_id=run.run_id)
             raise

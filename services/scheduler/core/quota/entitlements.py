@@ -20,7 +20,7 @@ from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
-from services.scheduler.core.state.slot_request import SLOT_MILLI
+from services.scheduler.core.state.slot_spec import SLOT_MILLI
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.usage import lineage
 
@@ -58,7 +58,7 @@ class Entitlements:
         for run_id in self.cluster.active:
             run = self.cluster.runs[run_id]
             try:
-                parts = run.live if run.demand.milli else ()
+                parts = run.live if run.slot_spec.milli else ()
                 held_slots = [(slots_of(run, len(part.slots)), nodes[part.node_id].accelerator) for part in parts]
             except Exception as error:
                 note_suspect(error, run_id=run_id)
@@ -75,7 +75,7 @@ class Entitlements:
 
     def shut(self, run: Run, request: ResourceRequest, count: int) -> tuple[frozenset[str], Refusal | None]:
         """Return the nodes of kinds of which the run may not have ``count`` slots; and why, if those are all."""
-        if self.quotas is None or not run.demand.milli:
+        if self.quotas is None or not run.slot_spec.milli:
             return NONE, None
         spec = run.spec
         alike = (spec.team, spec.user, request, count, spec.scheduling.preemptible, spec.grace_s)
@@ -101,10 +101,10 @@ class Entitlements:
 
         What it has already must have been given back.
         """
-        if self.quotas is None or not run.demand.milli:
+        if self.quotas is None or not run.slot_spec.milli:
             return count, NONE
         kinds = self.kinds(request)
-        rooms = {kind: self.quotas.room(run, kind) * SLOT_MILLI / run.demand.milli for kind in kinds}
+        rooms = {kind: self.quotas.room(run, kind) * SLOT_MILLI / run.slot_spec.milli for kind in kinds}
         most = math.floor(min(max(rooms.values(), default=0.0) + 1e-6, count))
         return most, NONE.union(*(kinds[kind] for kind, room in rooms.items() if room + 1e-6 < most))
 
@@ -143,7 +143,7 @@ class Entitlements:
         if self.quotas is None and self.shares is None:
             return
         try:
-            if not run.demand.milli:
+            if not run.slot_spec.milli:
                 return
             self._shut.clear()
             self._within.clear()
@@ -183,7 +183,7 @@ class Entitlements:
         if self.quotas is None or not self.lent:
             return True
         try:
-            if not run.demand.milli:
+            if not run.slot_spec.milli:
                 return True
             request, least = resource_request_of(self.cluster, run), run.spec.slots.min
             alike = (run.spec.team, request, least)
@@ -234,7 +234,7 @@ class Entitlements:
 
     def _is_owner(self, run: Run) -> bool:
         try:
-            return bool(run.demand.milli) and self.within(run)
+            return bool(run.slot_spec.milli) and self.within(run)
         except Exception as error:
             note_suspect(error, run_id=run.run_id)
             raise
@@ -316,7 +316,7 @@ class Entitlements:
 
 def slots_of(run: Run, count: int) -> float:
     """Return ``count`` slots of the run as a number of whole accelerators."""
-    return count * run.demand.milli / SLOT_MILLI
+    return count * run.slot_spec.milli / SLOT_MILLI
 
 
 def held(run: Run) -> list[NodeSlots]:
@@ -389,7 +389,7 @@ def _holders(cluster: Cluster, refusal: Refusal) -> list[str]:
             else refusal.name in lineage(run.spec.team) and refusal.bound != "run"
         )
         kinds = {cluster.nodes[part.node_id].accelerator for part in run.live}
-        if counted and run.demand.milli and kinds and refusal.accelerator in (None, *kinds):
+        if counted and run.slot_spec.milli and kinds and refusal.accelerator in (None, *kinds):
             found.append(run_id)
     return sorted(found)
 

@@ -59,10 +59,10 @@ class Transaction:
     def _apply(self, run: Run, slots: list[NodeSlots], *, allocates: bool) -> None:
         try:
             if allocates:
-                self.snapshot.allocate(run.demand, slots)
+                self.snapshot.allocate(run.slot_spec, slots)
                 self.entitlements.charge(run, slots)
             else:
-                self.snapshot.release(run.demand, slots)
+                self.snapshot.release(run.slot_spec, slots)
                 self.entitlements.refund(run, slots)
         except Exception as error:
             note_suspect(error, run_id=run.run_id)

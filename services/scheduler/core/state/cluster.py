@@ -20,7 +20,7 @@ from services.scheduler.core.state.fifo_waits import FifoWaits
 from services.scheduler.core.state.index import Index
 from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.usage import TeamUsage
@@ -83,7 +83,7 @@ class Run:
     submitted: int
     submitted_at: datetime
     #: What one slot of it needs; and where it may be placed (``place.resource_request``).
-    demand: SlotRequest = field(default_factory=SlotRequest)
+    slot_spec: SlotSpec = field(default_factory=SlotSpec)
     request: object = field(default=None, compare=False, repr=False)
     #: The fewest slots that it needs, and the most that it can use.
     least: int = 1
@@ -257,7 +257,7 @@ class Allocation(NamedTuple):
     """What one generation of a run has of a node."""
 
     slots: tuple[int, ...]
-    demand: SlotRequest
+    slot_spec: SlotSpec
 
 
 @dataclass(slots=True)
@@ -342,7 +342,9 @@ class Node:
     @property
     def used(self) -> dict[int, tuple[str, int]]:
         """Slot -> one of the (run_id, generation) that have it or a share of it."""
-        return {slot: holder for holder, held in self.allocations.items() for slot in held.slots if held.demand.milli}
+        return {
+            slot: holder for holder, held in self.allocations.items() for slot in held.slots if held.slot_spec.milli
+        }
 
     @property
     def used_slots(self) -> int:
@@ -369,9 +371,9 @@ class Node:
         self.version += 1
         for slot in held.slots:
             if slot < self.slots:
-                self.free_milli[slot] += sign * held.demand.milli
-        self.free_cpu_milli += sign * held.demand.cpu_milli * len(held.slots)
-        self.free_memory_bytes += sign * held.demand.memory_bytes * len(held.slots)
+                self.free_milli[slot] += sign * held.slot_spec.milli
+        self.free_cpu_milli += sign * held.slot_spec.cpu_milli * len(held.slots)
+        self.free_memory_bytes += sign * held.slot_spec.memory_bytes * len(held.slots)
 
     def update_idle_times(self, time: datetime) -> None:
         """Keep ``free_since`` and ``idle_since`` in step with what is held."""

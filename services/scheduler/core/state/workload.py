@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from services.scheduler.core.state.slot_request import SlotRequest
+from services.scheduler.core.state.slot_spec import SlotSpec
 
 #: Slots of the largest piece in which a divisible gang is counted.
 LARGEST_PIECE = 8
@@ -42,22 +42,22 @@ class Shape(NamedTuple):
         return self.accelerators * self.milli
 
 
-def shape_of(demand: SlotRequest, slots: int) -> Shape:
+def shape_of(slot_spec: SlotSpec, slots: int) -> Shape:
     """The shape of ``slots`` slots on one node."""
     return Shape(
-        accelerators=slots if demand.milli else 0,
-        milli=demand.milli,
-        cpu_milli=slots * demand.cpu_milli,
-        memory_bytes=slots * demand.memory_bytes,
-        models=demand.accelerators,
-        profile=demand.profile,
+        accelerators=slots if slot_spec.milli else 0,
+        milli=slot_spec.milli,
+        cpu_milli=slots * slot_spec.cpu_milli,
+        memory_bytes=slots * slot_spec.memory_bytes,
+        models=slot_spec.accelerators,
+        profile=slot_spec.profile,
     )
 
 
-def piece_of(demand: SlotRequest, slots: int) -> Shape:
+def piece_of(slot_spec: SlotSpec, slots: int) -> Shape:
     """Return the shape in which a gang of ``slots`` slots reaches most nodes: its bundle, or as much as fits on one."""
-    whole = demand.bundle > 1 or demand.one_bundle_per_node
-    return shape_of(demand, demand.bundle if whole else min(slots, LARGEST_PIECE))
+    whole = slot_spec.bundle > 1 or slot_spec.one_bundle_per_node
+    return shape_of(slot_spec, slot_spec.bundle if whole else min(slots, LARGEST_PIECE))
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class IdleLoans:
                 shut, _ = entitlements.shut(run, request, least)
                 idle = min(placer.most(cycle.snapshot, run, request, shut), least)
                 if idle and (slots := placer.find(cycle.snapshot, run, idle, request, closed=shut)) is not None:
-                    cycle.snapshot.allocate(request.demand, slots)
+                    cycle.snapshot.allocate(request.slot_spec, slots)
                     self._held.append((request, slots))
         except Exception as error:
             note_suspect(error, run_id=run_id)
@@ -42,4 +42,4 @@ class IdleLoans:
     def release(self) -> None:
         """Make the slots available to the steps that follow, which respect quotas themselves."""
         for request, slots in self._held:
-            self.cycle.snapshot.release(request.demand, slots)
+            self.cycle.snapshot.release(request.slot_spec, slots)

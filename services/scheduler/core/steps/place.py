@@ -103,7 +103,7 @@ class PlacementStep:
         if why is None:
             slots = self._fit(run, request, run.least, shut)
             if slots is not None:
-                cycle.snapshot.allocate(request.demand, slots)
+                cycle.snapshot.allocate(request.slot_spec, slots)
                 cycle.entitlements.charge(run, slots)
                 cycle.placements.append(Placement(run, request, slots))
                 return True

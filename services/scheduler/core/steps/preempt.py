@@ -198,7 +198,7 @@ class Preemption:
         if slots is None and is_blocked:
             slots = self._preempt_for(key, run, request, unusable)
         if slots is not None:
-            self.future.allocate(request.demand, slots)
+            self.future.allocate(request.slot_spec, slots)
             cycle.entitlements.charge(run, slots)
             if is_blocked:
                 cycle.result.waits[run.run_id] = self._awaiting(cycle.result.waits[run.run_id], slots)
@@ -299,11 +299,11 @@ class Preemption:
 
         def select(found: dict[str, tuple[AllocatedRun, PreemptionRule]]) -> list[Victim]:
             freed = sum(each.milli for each, _ in found.values())
-            if not found or self.future.milli + freed < request.demand.milli * run.spec.slots.min:
+            if not found or self.future.milli + freed < request.slot_spec.milli * run.spec.slots.min:
                 return []
             candidates = [self._candidate(each) for each, _ in found.values()]
             problem = PreemptionProblem(
-                request.demand, run.spec.slots.min, self.future.nodes, cells, candidates, reserved
+                request.slot_spec, run.spec.slots.min, self.future.nodes, cells, candidates, reserved
             )
             return select_victims(problem) or []
 
@@ -324,7 +324,7 @@ class Preemption:
         try:
             parts = tuple((part.node_id, part.slots) for part in each.run.live)
             priority = each.run.spec.priority
-            return Candidate(each.run.run_id, each.run.demand, parts, priority, each.spare, rank, restart_cost)
+            return Candidate(each.run.run_id, each.run.slot_spec, parts, priority, each.spare, rank, restart_cost)
         except Exception as error:
             note_suspect(error, run_id=each.run.run_id)
             raise

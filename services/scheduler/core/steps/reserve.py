@@ -23,7 +23,7 @@ from services.scheduler.core.price import is_resumable
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
-from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 
 
@@ -73,8 +73,8 @@ class _Bits:
     def of_space(self, snapshot: ClusterSnapshot) -> int:
         return sum(map(self.of_capacity, snapshot.nodes.values()))
 
-    def of_taken(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> int:
-        if not demand.milli:
+    def of_taken(self, slot_spec: SlotSpec, taken: Iterable[NodeSlots]) -> int:
+        if not slot_spec.milli:
             return 0
         return sum(1 << self._first[node_id] + slot for node_id, slots in taken for slot in slots)
 
@@ -112,7 +112,7 @@ class Reservations:
             return None
         if queue.has_lift(self.policy) and run.run_id not in self.cluster.index.overdue:
             return None
-        count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
+        count, needs = run.spec.slots.min, run.slot_spec.milli * run.spec.slots.min
         length_s = max(self._expected(run)[0] - run.ran_s(self.now), 1.0)
         futures, seen = self._to_come(snapshot), 0
         # Slots come back as those that have them end, and those for which they are kept.
@@ -128,7 +128,7 @@ class Reservations:
                 for number, each in enumerate(self.made)
                 if each.start_s < start_s + length_s and start_s < each.end_s
             ]
-            if request.demand.milli == SLOT_MILLI and self._whole(futures[seen].whole, numbers) < count:
+            if request.slot_spec.milli == SLOT_MILLI and self._whole(futures[seen].whole, numbers) < count:
                 continue
             future = self._space_at(seen)
             out = self.placer.shut_from(run, as_time(start_s))
@@ -145,7 +145,7 @@ class Reservations:
     def _add(self, made: Reservation) -> Reservation:
         assert self._bits is not None
         self.made.append(made)
-        self._kept.append(self._bits.of_taken(made.run.demand, made.taken))
+        self._kept.append(self._bits.of_taken(made.run.slot_spec, made.taken))
         return made
 
     def _to_come(self, snapshot: ClusterSnapshot) -> list[_Future]:
@@ -210,21 +210,21 @@ class Reservations:
         """Test quickly whether the run may fit; False if it certainly does not."""
         if not self.placer.fits(snapshot, run, count, request, closed):
             return False
-        return request.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
+        return request.slot_spec.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
 
     def snapshot_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
         return self._without_reserved(snapshot, self._binding(run))
 
-    def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotRequest, tuple[int, ...]]]]:
+    def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotSpec, tuple[int, ...]]]]:
         """What is reserved on each node that the run may not have."""
-        found: dict[str, list[tuple[SlotRequest, tuple[int, ...]]]] = {}
+        found: dict[str, list[tuple[SlotSpec, tuple[int, ...]]]] = {}
         run_id = ""
         try:
             for each in [self.made[number] for number in self._binding(run)]:
                 run_id = each.run.run_id
                 for node_id, slots in each.taken:
-                    found.setdefault(node_id, []).append((each.run.demand, slots))
+                    found.setdefault(node_id, []).append((each.run.slot_spec, slots))
         except Exception as error:
             note_suspect(error, run_id=run_id)
             raise
@@ -275,9 +275,9 @@ def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> 
                     free = tuple(
                         slot
                         for slot in slots
-                        if slot >= len(capacity.free_milli) or capacity.free_milli[slot] >= each.run.demand.milli
+                        if slot >= len(capacity.free_milli) or capacity.free_milli[slot] >= each.run.slot_spec.milli
                     )
-                    left.allocate(each.run.demand, [(node_id, free)])
+                    left.allocate(each.run.slot_spec, [(node_id, free)])
     except Exception as error:
         note_suspect(error, run_id=run_id)
         raise

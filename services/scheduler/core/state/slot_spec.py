@@ -11,7 +11,7 @@ from contracts.spec.run import RunSpec
 SLOT_MILLI = 1000
 
 
-class SlotRequest(NamedTuple):
+class SlotSpec(NamedTuple):
     """Hashable, so that runs with the same needs share what has been found out about them."""
 
     #: Thousandths of one accelerator; 0: the slot needs none.
@@ -29,16 +29,16 @@ class SlotRequest(NamedTuple):
     @property
     def simple(self) -> bool:
         """Whether any free slot is as good as any other, so that counting them tells what fits."""
-        return self == SlotRequest()
+        return self == SlotSpec()
 
 
-SIMPLE = SlotRequest()
+SIMPLE = SlotSpec()
 
 
-def slot_request_of(spec: RunSpec) -> SlotRequest:
+def slot_spec_of(spec: RunSpec) -> SlotSpec:
     """The needs of one slot of this run."""
     needs, gang = spec.resources, spec.gang
-    demand = SlotRequest(
+    slot_spec = SlotSpec(
         milli=math.ceil(needs.share * SLOT_MILLI),
         cpu_milli=math.ceil(needs.cpus * 1000),
         memory_bytes=needs.memory_bytes,
@@ -47,4 +47,4 @@ def slot_request_of(spec: RunSpec) -> SlotRequest:
         bundle=gang.bundle,
         one_bundle_per_node=gang.apart,
     )
-    return SIMPLE if demand == SIMPLE else demand
+    return SIMPLE if slot_spec == SIMPLE else slot_spec

@@ -14,6 +14,7 @@ from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.policy_features import PolicyFeatures
 from services.scheduler.core.quota.entitlements import Entitlements
 from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.reasons import Why
@@ -79,7 +80,9 @@ class CycleState:
         self.about = about
         self.now_s = now.timestamp()
         self.result = CycleResult()
-        self.placer = Placer(cluster, policy, now)
+        #: What is on in this cycle; that a run may get a reservation is known once the queue is in order.
+        self.features = PolicyFeatures.of(policy, now)
+        self.placer = Placer(cluster, policy, now, self.features)
         self.entitlements = Entitlements(cluster, policy, self.now_s, self.placer)
         #: Runs that are asked to release their slots by this cycle; runs that it queues, which compete in it.
         self.leaving: set[str] = set()

@@ -12,6 +12,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.order import queue
 from services.scheduler.core.order.share import AHEAD_HALF_LIVES
+from services.scheduler.core.policy_features import BY_SERVICE, Feature, PolicyFeatures, Shortcut
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.quota.entitlements import held
 from services.scheduler.core.state.cluster import Cluster, Run, schedulable_nodes
@@ -71,15 +72,15 @@ class AllocatedRuns(RunCache[AllocatedRun]):
     state: Hashable = None
 
 
-def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[AllocatedRun]:
+def allocated_runs(cluster: Cluster, now: datetime, policy: Policy, features: PolicyFeatures) -> list[AllocatedRun]:
     """Return every run with slots on schedulable nodes; those without a new fact are known from the last cycle."""
-    index = cluster.index
+    index, is_stable = cluster.index, features.allows(Shortcut.KEY_MEMORY)
     # Where it is not known until when a key stays, it holds for this time alone.
     state = (
         policy.digest,
         queue.wait_limits(cluster, policy),
         index.nodes_version,
-        None if queue.has_stable_keys(policy) else now,
+        None if is_stable else now,
     )
     known = index.find_cache(AllocatedRuns)
     if known.state != state:
@@ -119,14 +120,16 @@ class PreemptionRules:
         self.cycle, self.policy, self.preemptible = cycle, cycle.policy, preemptible
         #: The number of leading keys that decide which run may preempt which.
         self._depth = preemption_depth(cycle.policy)
+        #: Whether a run asks for turns -> the features as they are for it.
+        self._features = {asks: cycle.features.for_run(asks_turns=asks) for asks in (False, True)}
 
     def standing(self, key: Key, run: Run) -> Hashable:
         """Return what decides whom the run may preempt: the same for all runs for which the same holds."""
-        if self.policy.reclaim.overtakers:
-            part = key  # who went ahead of it is another question for each run
-        else:
-            whole = self.cycle.entitlements.shares is not None or run.spec.scheduling.time_slice
-            part = key[:-1] if whole else key[: self._depth]
+        features, part = self._features[run.spec.scheduling.time_slice], key
+        if features.allows(Shortcut.LEADING_KEYS):
+            part = key[: self._depth]
+        elif features.allows(Shortcut.ALL_KEYS):
+            part = key[:-1]
         return part, self.cycle.entitlements.alike(run)
 
     def candidates(
@@ -137,13 +140,12 @@ class PreemptionRules:
         ``cumulative``: each one as if those before it were gone.
         """
         found: dict[str, tuple[AllocatedRun, PreemptionRule]] = {}
-        entitlements, reclaim = self.cycle.entitlements, self.policy.reclaim
+        entitlements, features = self.cycle.entitlements, self._features[run.spec.scheduling.time_slice]
         depth, standing = self._depth, key[: self._depth]
-        turns = run.spec.scheduling.time_slice and reclaim.time_slice_s is not None
-        by_order_alone = not entitlements.at_work and not reclaim.overtakers and not turns
+        turns, by_order_alone = features.has(Feature.TURNS), features.allows(Shortcut.ORDER_ALONE)
         if by_order_alone and all(each.key[:depth] <= standing for each in self.preemptible):
             return found  # in most cycles: it goes before none of them
-        preemptor = Preemptor(run, key, run.spec.slots.min, run.queued_at, run.reserved is not None, bool(turns))
+        preemptor = Preemptor(run, key, run.spec.slots.min, run.queued_at, run.reserved is not None, turns)
         for each in order:
             if by_order_alone and each.key[:depth] <= standing:
                 continue
@@ -163,7 +165,7 @@ class PreemptionRules:
 
     def _rule(self, preemptor: Preemptor, each: AllocatedRun) -> PreemptionRule | None:
         reclaim, key = self.policy.reclaim, preemptor.key
-        if self.cycle.entitlements.at_work:
+        if not self.cycle.features.allows(Shortcut.NO_RIGHTS):
             verdict, is_by_share, may_take = self._rights(preemptor, each)
             if verdict is not None:
                 # Rights go before standing: what the one may take back the other cannot keep by priority.
@@ -178,7 +180,7 @@ class PreemptionRules:
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
             if by != "priority" and not is_resumable(each.run):
                 return None  # its work would be destroyed only to change the order
-            return PreemptionRule("order", reclaim.quantum_s if by in queue.BY_SERVICE else reclaim.min_run_s)
+            return PreemptionRule("order", reclaim.quantum_s if by in BY_SERVICE else reclaim.min_run_s)
         if reclaim.overtakers and each.run.placed_at > preemptor.queued_at and is_resumable(each.run):
             if preemptor.is_promised:
                 return PreemptionRule("ahead", 0.0)  # a promise is kept
@@ -206,7 +208,7 @@ class PreemptionRules:
     def next_change_s(self) -> float:
         """Return when a run has had its granted time, or attains the next level, in seconds since the epoch."""
         reclaim, now_s, found = self.policy.reclaim, self.cycle.now_s, math.inf
-        by_service = not queue.BY_SERVICE.isdisjoint(reclaim.by)
+        by_service = not BY_SERVICE.isdisjoint(reclaim.by)
         granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
         if "fair-share" in reclaim.by and self.preemptible:
             # Standing changes all the time; as often as this is soon enough.
@@ -232,11 +234,10 @@ def is_ruled_out_by_priority(cycle: CycleState) -> bool:
 
     This needs no look at the allocated runs.
     """
-    index, reclaim, by = cycle.cluster.index, cycle.policy.reclaim, cycle.policy.order.by
-    other_rules = cycle.entitlements.at_work or reclaim.overtakers or reclaim.time_slice_s is not None
-    if cycle.leaving or index.stopping or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
+    index, features = cycle.cluster.index, cycle.features
+    if cycle.leaving or index.stopping or not features.allows(Shortcut.PRIORITY_ALONE):
         return False
-    if "priority" in reclaim.by and "priority" in by and index.priorities:
+    if features.has(Feature.PREEMPTION_BY_PRIORITY) and index.priorities:
         return max(map(_priority_of, cycle.blocked)) <= min(index.priorities)
     return True
 

@@ -15,12 +15,11 @@ from heapq import heappop, heappush, heapreplace
 from contracts.scheduling import LeastAttained, OrderKey, Policy
 from services.scheduler.core.order import even_wait
 from services.scheduler.core.place.resource_request import resource_request_of
+from services.scheduler.core.policy_features import BY_POLICY, Feature, has_service_keys, has_wait_limit
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Index, Key, RunQueue
 from services.scheduler.core.state.suspects import note_suspect
 
-#: Keys that change while a run has its slots.
-BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
 #: Seconds after which a change has certainly taken effect, despite rounding.
 AFTER_S = 1e-3
 #: The wait limit of least attained service is rounded up to this part of its least value.
@@ -148,15 +147,10 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
         raise
 
 
-def has_stable_keys(policy: Policy) -> bool:
-    """Whether it is known until when the key of a run that has slots stays."""
-    return BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is None
-
-
 def holder_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
     """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch."""
     key = key_of(cluster, run, now, policy)
-    if BY_SERVICE.isdisjoint(policy.order.by) or not has_stable_keys(policy):
+    if not has_service_keys(policy) or BY_POLICY[Feature.UNSTABLE_KEYS](policy):
         return key, math.inf
     return key, demoted_at_s(cluster, run, now, policy)
 
@@ -166,15 +160,10 @@ def wait_limits(cluster: Cluster, policy: Policy) -> Hashable:
     least_s, waits = policy.order.attained.lift_after_s, cluster.fifo_waits.longest_waits()
     return (
         frozenset((*which, _lift_steps(longest_s, least_s)) for *which, longest_s in waits)
-        if has_lift(policy) and least_s is not None
+        if has_wait_limit(policy) and least_s is not None
         else None,
         even_wait.limits(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else None,
     )
-
-
-def has_lift(policy: Policy) -> bool:
-    """Whether least attained service has a wait limit."""
-    return "least-attained" in policy.order.by and policy.order.attained.lift_after_s is not None
 
 
 def wait_limit_s(cluster: Cluster, run: Run, policy: Policy) -> float:
@@ -277,7 +266,7 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
             index.without_accelerator.add(run_id)
         index.count(run_id, (resource_request_of(cluster, run), run.least))
         index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
-        if has_lift(policy) and _attained(cluster, run, now, policy) == _lifted(policy):
+        if has_wait_limit(policy) and _attained(cluster, run, now, policy) == _lifted(policy):
             index.overdue.add(run_id)
         if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
             index.alarm(at_s, run_id)

@@ -21,7 +21,8 @@ from services.scheduler.core.place.maintenance import closed as closed_for
 from services.scheduler.core.place.pools import Preferences, kinds_of
 from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NODE, ResourceRequest, suits
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots, has_profiles
-from services.scheduler.core.place.strategies import CHOICES, pack
+from services.scheduler.core.place.strategies import CHOICES
+from services.scheduler.core.policy_features import Feature, PolicyFeatures, Shortcut
 from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
 from services.scheduler.core.state.remaining_time import left_s
 from services.scheduler.core.state.slot_spec import SIMPLE, SlotSpec
@@ -31,15 +32,16 @@ from services.scheduler.core.state.suspects import note_suspect
 class Placer:
     """Finds slots for runs in one cycle. What it finds out about the present nodes is cached until they change."""
 
-    def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
+    def __init__(self, cluster: Cluster, policy: Policy, now: datetime, features: PolicyFeatures | None = None) -> None:
         self.cluster, self.policy, self.now = cluster, policy, now
+        self.features = features if features is not None else PolicyFeatures.of(policy, now)
         self._memory = cluster.index.memory()
         self.choose = CHOICES.get(policy.place.by) or _fragmentation_scores(cluster).choose
         if self._memory.setdefault("pools", policy.pools) != policy.pools:
             self._memory.clear()
             self._memory["pools"] = policy.pools
         #: Maintenance that is not over; and by run the nodes that it may not have for it.
-        self.windows = policy.covers(now) if policy.maintenance else ()
+        self.windows = policy.covers(now) if self.features.has(Feature.MAINTENANCE) else ()
         self._shut: dict[str, frozenset[str]] = {}
         self._preferences: dict[str, Preferences] = {}
         #: Cluster -> slots that runs wait for which can go nowhere else; found out when it is needed.
@@ -220,11 +222,11 @@ class Placer:
         return found
 
     def _alike_nodes(self, request: ResourceRequest) -> tuple[str, ...]:
-        slot_spec, policy = request.slot_spec, self.policy
-        plain = slot_spec._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not request.machine
-        chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
+        if not self.features.allows(Shortcut.WHOLE_SLOTS):
+            return ()
+        plain = request.slot_spec._replace(accelerators=frozenset()) == SIMPLE and not request.machine
         cells = self.cells(request)[0]
-        if not plain or chosen or len(cells) != 1 or any(has_profiles(self.cluster.nodes[each]) for each in cells[0]):
+        if not plain or len(cells) != 1 or any(has_profiles(self.cluster.nodes[each]) for each in cells[0]):
             return ()
         return cells[0]
 
@@ -258,7 +260,7 @@ class Placer:
         """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
         down its order that went."""
         pools = self.policy.pools
-        if not pools.pools and not pools.tiers:
+        if not self.features.has(Feature.POOLS):
             return capacities, 0
         preferences = self._preferences.get(run.run_id)
         if preferences is None:

@@ -17,6 +17,7 @@ from services.scheduler.core.order.share import Shares
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.policy_features import Feature, Shortcut
 from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
@@ -38,15 +39,15 @@ class Entitlements:
 
     def __init__(self, cluster: Cluster, policy: Policy, now_s: float, placer: Placer) -> None:
         self.cluster, self.policy, self.now_s, self.placer = cluster, policy, now_s, placer
-        admit = policy.admit
-        limited = admit.quotas or admit.max_slots_per_user is not None or admit.max_slots_per_run is not None
-        self.quotas = Quotas(policy, cluster.usage, now_s) if limited else None
-        self.shares = Shares(cluster.usage, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
+        features = self.features = placer.features
+        self.quotas = Quotas(policy, cluster.usage, now_s) if features.has(Feature.QUOTAS) else None
+        has_shares = features.has(Feature.FAIR_SHARE)
+        self.shares = Shares(cluster.usage, policy.fair_share, now_s) if has_shares else None
         self._share_at = policy.order.by.index("fair-share") if self.shares is not None else 0
-        self._by_hours = any(quota.slot_hours is not None for quota in admit.quotas)
+        self._by_hours = features.has(Feature.SLOT_HOURS)
         if self.quotas is not None and self._by_hours:
             self.quotas.count(self._holders())
-        self.lent = any(quota.slots is not None for quota in admit.quotas)
+        self.lent = features.has(Feature.LENDING)
         #: Whether all runs within their quota have been examined, so that only borrowers follow.
         self.borrowing = False
         #: What was found out for runs that are alike, since slots were last given or taken.
@@ -65,11 +66,6 @@ class Entitlements:
                 raise
             for slots, accelerator in held_slots:
                 yield run, slots, accelerator
-
-    @property
-    def at_work(self) -> bool:
-        """Whether there is anything to be claimed."""
-        return self.quotas is not None or self.shares is not None
 
     # -- what a run may have ----------------------------------------------------
 
@@ -165,7 +161,7 @@ class Entitlements:
 
     def in_order(self, line: Callable[[], Iterator[tuple[Key, Run]]]) -> Iterator[tuple[Key, Run]]:
         """The line, those first that have a right to what they wait for: what they borrowed, others take back."""
-        if not self.lent:
+        if self.features.allows(Shortcut.ONE_PASS):
             yield from line()
             return
         looked_at = set()
@@ -210,9 +206,8 @@ class Entitlements:
 
     def alike(self, run: Run) -> Hashable:
         """What two runs have in common if the same holds for them here."""
-        scheduling = run.spec.scheduling
-        turns = scheduling.time_slice and self.policy.reclaim.time_slice_s is not None
-        return turns if self.quotas is None and self.shares is None else (turns, run.spec.team, run.spec.user)
+        turns = run.spec.scheduling.time_slice and self.features.has(Feature.TURNS)
+        return turns if self.features.allows(Shortcut.NO_RIGHTS) else (turns, run.spec.team, run.spec.user)
 
     # -- who may take from whom -------------------------------------------------------
 

@@ -9,6 +9,7 @@ from services.scheduler.core.decisions import MAX_PLACEMENTS_PER_CYCLE, PlaceRun
 from services.scheduler.core.place.placer import members_of
 from services.scheduler.core.place.resource_request import ResourceRequest, avoided, resource_request_of, useful
 from services.scheduler.core.place.snapshot import NodeSlots
+from services.scheduler.core.policy_features import Shortcut
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.suspects import note_suspect
@@ -28,16 +29,15 @@ class PlacementStep:
 
     def __init__(self, cycle: CycleState, loans: IdleLoans) -> None:
         self.cycle, self.loans = cycle, loans
-        policy = cycle.policy
         #: Slots kept for runs that wait, where others may go ahead of them.
-        self.reservations = (
-            Reservations(cycle.cluster, cycle.now, policy, cycle.placer) if reserves_slots(cycle) else None
-        )
+        self.reservations: Reservations | None = None
+        if reserves_slots(cycle):
+            cycle.features = cycle.features.with_reservations()
+            self.reservations = Reservations(cycle.cluster, cycle.now, cycle.policy, cycle.placer)
         #: Node -> the first run that waits for it, where no run may overtake.
         self._closed: dict[str, str] = {}
-        unlimited = cycle.entitlements.quotas is None and not cycle.placer.windows
         #: Whether all that decides is what is free, so that most of a long queue is passed over at once.
-        self._only_slots_count = policy.order.skip and self.reservations is None and unlimited
+        self._only_slots_count = cycle.features.allows(Shortcut.PASSED_OVER)
 
     def place_queue(self) -> None:
         """Place what fits. Where no run may overtake, a run that does not fit closes the nodes that it waits for.
@@ -73,7 +73,7 @@ class PlacementStep:
         meanwhile. Where no run may overtake, nodes that are closed limit the work, and with backfill its depth.
         """
         cycle, go_on = self.cycle, self.cycle.left_over.place
-        if not cycle.policy.order.skip or self.reservations is not None:
+        if not cycle.features.may_leave_over:
             yield from runs
             return
         limit = MAX_PLACEMENT_WORK // 2 if go_on is not None else MAX_PLACEMENT_WORK
@@ -124,7 +124,7 @@ class PlacementStep:
         cycle = self.cycle
         avoid = avoided(cycle.cluster, run, cycle.policy) if run.strikes or run.excluded_nodes else ()
         # What is free only shrinks, and more nodes are closed: what did not fit will not fit.
-        is_plain = not shut and self.reservations is None and not cycle.placer.windows
+        is_plain = not shut and cycle.features.allows(Shortcut.MISFITS)
         if is_plain and cycle.misfits.get(request, count + 1) <= count:
             return None
         cycle.placement_work += len(cycle.placer.eligible(request))

@@ -13,6 +13,7 @@ from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.policy_features import Shortcut
 from services.scheduler.core.preemption_rules import (
     AllocatedRun,
     PreemptionRule,
@@ -76,19 +77,11 @@ class FailedSearches:
         #: What failed in this cycle, so that no work is counted for it again.
         self.counted: dict[tuple[ResourceRequest, Hashable], int] = {}
         index, policy = cycle.cluster.index, cycle.policy
-        more_decides = (
-            cycle.entitlements.at_work
-            or reservations is not None
-            or cycle.placer.windows
-            or cycle.leaving
-            or policy.reclaim.overtakers
-            or not queue.has_stable_keys(policy)
-        )
         self._state: tuple[Hashable, ...] | None = None
         #: (Request, standing) -> the least number of slots for which there were no victims.
         self.known: dict[tuple[ResourceRequest, Hashable], int] = {}
         self.until_s = 0.0
-        if not more_decides:
+        if not cycle.leaving and cycle.features.allows(Shortcut.SEARCH_MEMORY):
             versions = sum(node.version for node in cycle.cluster.nodes.values())
             limits = queue.wait_limits(cycle.cluster, policy)
             self._state = (index.nodes_version, versions, frozenset(index.stopping), policy.digest, limits)
@@ -110,7 +103,8 @@ class FailedSearches:
                 request = resource_request_of(cycle.cluster, run)
                 if closed and cycle.placer.waits_for(run, request) <= closed:
                     continue
-                if closed or run.spec.scheduling.time_slice:
+                features = cycle.features.for_run(asks_turns=run.spec.scheduling.time_slice)
+                if closed or not features.allows(Shortcut.LEADING_KEYS):
                     return False
                 key = queue.current_key(cycle.cluster, run, cycle.now, cycle.policy)
                 standing = key[:depth], cycle.entitlements.alike(run)
@@ -140,12 +134,13 @@ class Preemption:
 
     def __init__(self, cycle: CycleState, reservations: Reservations | None, memory: FailedSearches) -> None:
         self.cycle, self.reservations, self.memory = cycle, reservations, memory
-        policy, entitlements = cycle.policy, cycle.entitlements
-        by_order = bool(preemption_depth(policy)) or policy.reclaim.time_slice_s is not None
-        may_preempt = by_order or entitlements.at_work or policy.reclaim.overtakers
+        policy, features = cycle.policy, cycle.features
+        may_preempt = not features.allows(Shortcut.NO_VICTIMS)
         self._leaving = set(cycle.leaving)
         is_any_stopping = bool(self._leaving or cycle.cluster.index.stopping)
-        self._allocated = allocated_runs(cycle.cluster, cycle.now, policy) if may_preempt or is_any_stopping else []
+        self._allocated = (
+            allocated_runs(cycle.cluster, cycle.now, policy, features) if may_preempt or is_any_stopping else []
+        )
         preemptible = [each for each in self._allocated if may_preempt and self._is_preemptible(each.run)]
         self.rules = PreemptionRules(cycle, preemptible)
         #: When another search may find more, in seconds since the epoch.
@@ -171,7 +166,7 @@ class Preemption:
                 note_suspect(error, run_id=each.run.run_id)
                 raise
         #: Where more does not decide, a request that did not fit need not be tried again until more is free.
-        is_plain = cycle.policy.order.skip and self.reservations is None and cycle.entitlements.quotas is None
+        is_plain = cycle.features.allows(Shortcut.FUTURE_MISFITS)
         closed: set[str] = set()
         turns = self._turns(stopping)
         self._go_on = next((run for _, run, _ in turns if run.run_id == cycle.left_over.preempt), None)
@@ -309,7 +304,7 @@ class Preemption:
 
         found = self.rules.candidates(key, run, self._by_cost, cumulative=False)
         victims = select(found)
-        if victims and cycle.entitlements.at_work:
+        if victims and not cycle.features.allows(Shortcut.NO_RIGHTS):
             chosen = {victim.run_id for victim in victims}
             for order in (sorted(self._by_cost, key=lambda each: each.run.run_id not in chosen), self._by_cost):
                 found = self.rules.candidates(key, run, order, cumulative=True)

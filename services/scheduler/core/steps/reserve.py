@@ -15,10 +15,10 @@ from typing import NamedTuple
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import ReserveRun
-from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
+from services.scheduler.core.policy_features import Feature, has_wait_limit
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
@@ -110,7 +110,7 @@ class Reservations:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
-        if queue.has_lift(self.policy) and run.run_id not in self.cluster.index.overdue:
+        if has_wait_limit(self.policy) and run.run_id not in self.cluster.index.overdue:
             return None
         count, needs = run.spec.slots.min, run.slot_spec.milli * run.spec.slots.min
         length_s = max(self._expected(run)[0] - run.ran_s(self.now), 1.0)
@@ -290,8 +290,8 @@ def as_time(at_s: float) -> datetime:
 
 def reserves_slots(cycle: CycleState) -> bool:
     """Whether a run may get a reservation: any, or under an order with a wait limit those that have reached it."""
-    policy = cycle.policy
-    return policy.reserve.backfill != "none" and (not queue.has_lift(policy) or bool(cycle.cluster.index.overdue))
+    features, overdue = cycle.features, cycle.cluster.index.overdue
+    return features.has(Feature.BACKFILL) and (not features.has(Feature.WAIT_LIMIT) or bool(overdue))
 
 
 def reserve_or_explain(cycle: CycleState, reservations: Reservations, run: Run, request: ResourceRequest) -> Why:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from contracts.events.run import RunPreempting
-from contracts.scheduling import Elastic, Order, Policy, Reclaim
+from contracts.events.run import RunPreempting, RunWaiting
+from contracts.scheduling import Elastic, Maintenance, Order, Policy, Reclaim
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
@@ -138,3 +139,29 @@ def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:
         trial.release(run, [("n1", (2,))])
         trial.commit()
     assert cycle.snapshot.nodes["n1"].whole_slots == 2
+
+
+def full_before_maintenance() -> World:
+    """Two nodes with a run each, soon in maintenance; a long run waits, and behind it one that is over before."""
+    window = Maintenance(start=START + timedelta(seconds=100), end=START + timedelta(seconds=5000))
+    world = one_node(Policy(order=Order(by=("priority",), skip=True), maintenance=(window,)), slots=1)
+    world.join("n2", 1)
+    for name in ("low", "other"):
+        world.accept(name, spec(1, scheduling={"limit_s": 20}))
+    world.settle()
+    world.accept("long", spec(1, priority=5))
+    world.accept("short", spec(1, priority=5, scheduling={"limit_s": 20}))
+    return world
+
+
+def test_a_run_that_is_over_before_maintenance_is_searched_for_behind_one_that_is_not() -> None:
+    world = full_before_maintenance()
+    world.settle()
+    assert [stop.preemptor for stop in world.facts(RunPreempting)] == ["short"]
+
+
+def test_a_run_that_is_over_before_maintenance_gets_what_will_be_free() -> None:
+    world = full_before_maintenance()
+    world.cancel("low")
+    world.settle()
+    assert "run low asked to release" in world.facts(RunWaiting, "short")[0].message

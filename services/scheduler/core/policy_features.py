@@ -63,6 +63,8 @@ class Shortcut(StrEnum):
     #: Whom a run may preempt follows from its leading keys; or from all its keys but the last.
     LEADING_KEYS = "leading-keys"
     ALL_KEYS = "all-keys"
+    #: Which slots a run may have follows from its request, so that what fails for one fails for another.
+    SAME_SLOTS = "same-slots"
     #: Ask neither quotas nor shares who may preempt whom.
     NO_RIGHTS = "no-rights"
     #: Go through the queue once, not first through the runs that borrow nothing.
@@ -109,6 +111,10 @@ SHORTCUTS: dict[Shortcut, dict[Feature, str]] = {
     Shortcut.ALL_KEYS: {
         Feature.OVERTAKERS: "who went ahead of it depends on when it was queued",
     },
+    Shortcut.SAME_SLOTS: {
+        Feature.RESERVATIONS: "what is kept for others depends on how long the run takes",
+        Feature.MAINTENANCE: "so does which nodes it may have",
+    },
     Shortcut.NO_RIGHTS: {
         Feature.QUOTAS: "they allow or forbid before any other rule",
         Feature.FAIR_SHARE: "between two teams shares decide, not the keys behind them",
@@ -141,6 +147,7 @@ SHORTCUTS: dict[Shortcut, dict[Feature, str]] = {
         Feature.STRICT_ORDER: "a run that does not fit closes the nodes that it waits for",
         Feature.QUOTAS: "which nodes it may have depends on its team",
         Feature.RESERVATIONS: "what is kept for others depends on how long the run takes",
+        Feature.MAINTENANCE: "which nodes it may have depends on how long the run takes",
     },
     Shortcut.WHOLE_SLOTS: {
         Feature.OTHER_STRATEGY: "it needs a look at every node",

@@ -237,7 +237,7 @@ class Preemption:
 
     def _preempt_for(self, key: Key, run: Run, request: ResourceRequest, closed: set[str]) -> list[NodeSlots] | None:
         """Preempt the cheapest victims with whose slots the run fits, and return its slots; None if it does not."""
-        least, standing = run.spec.slots.min, self.rules.standing(key, run)
+        least, standing = run.spec.slots.min, self._standing(key, run)
         if self.memory.counted.get((request, standing), least + 1) <= least or not self._is_searched_for(run):
             return None
         # Remembered or not, a search counts, so that a scheduler with an empty memory decides the same.
@@ -267,6 +267,14 @@ class Preemption:
         self._by_cost = [each for each in self._by_cost if each.run.run_id not in self._leaving]
         self._misfits.clear()
         return slots
+
+    def _standing(self, key: Key, run: Run) -> Hashable:
+        """Return what decides, beside its request, for whom a search fails: the same for runs for which it is."""
+        standing = self.rules.standing(key, run)
+        if self.cycle.features.allows(Shortcut.SAME_SLOTS):
+            return standing
+        binding = tuple(self.reservations.binding(run)) if self.reservations is not None else ()
+        return standing, self.cycle.placer.shut(run), binding
 
     def _is_searched_for(self, run: Run) -> bool:
         """Whether this cycle has time to search victims for the run; the next one goes on where there was none."""

@@ -193,7 +193,7 @@ class Reservations:
         closed: Collection[str],
     ) -> list[NodeSlots] | None:
         """``Placer.find`` in what the run may have of what is free now."""
-        binding = self._binding(run)
+        binding = self.binding(run)
         if binding and not self._may_fit(run, count, request, snapshot, binding, closed):
             return None
         return self.placer.find(self._without_reserved(snapshot, binding), run, count, request, avoid, closed)
@@ -214,14 +214,14 @@ class Reservations:
 
     def snapshot_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
-        return self._without_reserved(snapshot, self._binding(run))
+        return self._without_reserved(snapshot, self.binding(run))
 
     def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotSpec, tuple[int, ...]]]]:
         """What is reserved on each node that the run may not have."""
         found: dict[str, list[tuple[SlotSpec, tuple[int, ...]]]] = {}
         run_id = ""
         try:
-            for each in [self.made[number] for number in self._binding(run)]:
+            for each in [self.made[number] for number in self.binding(run)]:
                 run_id = each.run.run_id
                 for node_id, slots in each.taken:
                     found.setdefault(node_id, []).append((each.run.slot_spec, slots))
@@ -230,7 +230,8 @@ class Reservations:
             raise
         return found
 
-    def _binding(self, run: Run) -> list[int]:
+    def binding(self, run: Run) -> list[int]:
+        """Return the numbers of the reservations whose slots the run may not have."""
         return [number for number, each in enumerate(self.made) if not self._done_by(run, each)]
 
     def _without_reserved(self, snapshot: ClusterSnapshot, binding: list[int]) -> ClusterSnapshot:

@@ -117,6 +117,22 @@ def test_a_search_in_vain_is_remembered_until_what_it_depends_on_changes(monkeyp
     assert len(world.facts(RunPreempting)) == 3
 
 
+def test_a_search_that_failed_is_repeated_once_victims_leave_slots_over() -> None:
+    """``World.step`` compares with a scheduler that remembers nothing."""
+    world = one_node(Policy(order=Order(by=("deadline", "priority"), skip=True)), slots=2)
+    world.join("n2", 2)
+    early, late = ({"scheduling": {"deadline": (START + timedelta(hours=hours)).isoformat()}} for hours in (1, 2))
+    world.accept("a", spec(2, **early))
+    world.accept("b", spec(2, **late))
+    world.settle()
+    world.accept("big", spec(3, priority=1, **late))
+    world.settle()
+    assert not world.facts(RunPreempting)
+    world.accept("small", spec(1, priority=1, **early))
+    world.settle()
+    assert {(stop.run_id, stop.preemptor) for stop in world.facts(RunPreempting)} == {("a", "small"), ("b", "big")}
+
+
 def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:
     world = one_node()
     world.accept("r1", spec(3))

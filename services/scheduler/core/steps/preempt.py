@@ -123,6 +123,10 @@ class FailedSearches:
         if not is_lasting:
             self._state = None
 
+    def forget_earlier_cycles(self) -> None:
+        """Forget what failed before this cycle: victims may have more slots than their preemptor takes."""
+        self.known = dict(self.counted)
+
     def save(self, until_s: float) -> None:
         """Save the failed searches for later cycles, if this one preempted no run."""
         index = self.cycle.cluster.index
@@ -266,6 +270,7 @@ class Preemption:
             self.cycle.result.decisions.append(stop)
         self._by_cost = [each for each in self._by_cost if each.run.run_id not in self._leaving]
         self._misfits.clear()
+        self.memory.forget_earlier_cycles()
         return slots
 
     def _standing(self, key: Key, run: Run) -> Hashable:

@@ -4,6 +4,7 @@ A cycle leaves out what cannot change its decisions: it looks at no allocated ru
 not try a request again that did not fit. Each such shortcut is right as long as certain features are off.
 ``SHORTCUTS`` is the one place that says which; all steps ask ``PolicyFeatures.allows``. What depends on the state of
 the cluster alone (runs that are stopping, machines that differ) stands where the shortcut is taken.
+``tests/scheduler/test_policy_features.py`` compares decisions with and without each of them.
 """
 
 from __future__ import annotations

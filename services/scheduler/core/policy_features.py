@@ -96,7 +96,7 @@ SHORTCUTS: dict[Shortcut, dict[Feature, str]] = {
         Feature.TURNS: "turns are taken within one priority",
         Feature.QUOTAS: "what is owed is taken from any priority",
         Feature.FAIR_SHARE: "shares are balanced within one priority",
-        Feature.OVERTAKERS: "a run that went ahead goes whatever its priority",
+        Feature.OVERTAKERS: "a run that went ahead goes, of any priority",
     },
     Shortcut.ORDER_ALONE: {
         Feature.TURNS: "turns are taken by runs that stand equal",

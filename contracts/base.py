@@ -82,7 +82,8 @@ class Event(BaseModel):
     """An event on the bus: the JSON body; its envelope travels as headers."""
 
     #: A metric may be NaN or infinite, which JSON numbers cannot: such values travel as "NaN", "Infinity".
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+    #: Each type is compiled when it is first used: all of them take longer than most commands run.
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", defer_build=True)
 
     #: CloudEvents type, for example ``trainbus.run.placed.v1``.
     type: ClassVar[str]

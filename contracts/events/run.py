@@ -15,7 +15,7 @@ from contracts.spec.run import RunSpec
 class FactPart(BaseModel):
     """A value inside a fact: frozen, and lenient as facts are."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings", defer_build=True)
 
 
 class RunFact(Fact, aggregate="run", id_field="run_id"):

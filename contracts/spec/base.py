@@ -36,7 +36,7 @@ Argument = Annotated[str, AfterValidator(check_argument)]
 class SpecPart(BaseModel):
     """A part of a request: frozen, and as strict about unknown fields as the request itself."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @model_validator(mode="after")
     def _follows_its_rules(self) -> Self:

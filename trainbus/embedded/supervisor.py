@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from contracts.events import BY_TYPE
 from services.kit.ports import PortsError
 from trainbus.embedded import process, registry
 from trainbus.embedded.layout import (
@@ -135,6 +136,8 @@ class Supervisor:
             self._start(child)
         for name in SHARED_IMPORTS:
             importlib.import_module(name)
+        for event in BY_TYPE.values():
+            event.model_rebuild()  # compiled once here, and not by each service for itself
         environment = self.layout.units[0].environment
         self.init_pid = process.fork(_make_buckets, "trainbus init", environment, self._init_log)
         for unit in self.layout.units:

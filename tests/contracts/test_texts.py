@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contracts import texts
+from contracts import formats, texts
 from contracts.events import BY_TYPE, FACTS
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.dataset import DatasetSharded
@@ -134,14 +134,14 @@ def test_a_text_from_outside_stays_on_its_line() -> None:
 
 
 def test_counts_have_their_nouns() -> None:
-    assert [texts.plural(count, "slot") for count in (0, 1, 2, 1024)] == ["0 slots", "1 slot", "2 slots", "1,024 slots"]
-    assert texts.plural(2, "batch", "batches") == "2 batches"
+    assert [formats.plural(count, "slot") for count in (0, 1, 2, 1024)] == ["0 slots", "1 slot", "2 slots", "1,024 slots"]
+    assert formats.plural(2, "batch", "batches") == "2 batches"
 
 
 def test_metrics_are_cut_where_a_sentence_ends() -> None:
     values = {"a": 1.0, "b": 0.123456, "c": 3.0}
-    assert texts.format_metrics(values) == "a 1, b 0.1235, c 3"
-    assert texts.format_metrics(values, 2) == "a 1, b 0.1235 ..."
+    assert formats.format_metrics(values) == "a 1, b 0.1235, c 3"
+    assert formats.format_metrics(values, 2) == "a 1, b 0.1235 ..."
 
 
 UNREPORTED = CheckpointRef(uri="s3://models/r1/step_3.json", step=3, epoch=0, samples_consumed=0, step_is_count=True)

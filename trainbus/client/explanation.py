@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contracts.texts import DEFAULT_REASONS, format_reason, plural
+from contracts.formats import plural
+from contracts.texts import DEFAULT_REASONS, format_reason
 from trainbus.client.connection import Connection
 from trainbus.client.runs import read_run
 from trainbus.client.views import RunView

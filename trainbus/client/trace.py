@@ -13,7 +13,7 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.events.run import RunAccepted, RunPrepared
 from contracts.events.train import RestoreRequested, TrainRequested
-from contracts.texts import format_bytes, plural
+from contracts.formats import format_bytes, plural
 from services.kit.store.errors import ObjectNotFound
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, find_rotten, load_checkpoint, read_checkpoints

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from contracts.texts import plural
+from contracts.formats import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Dataset, Json, StackName, choose_data_dir, command, with_client

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
+from contracts.formats import plural
 from contracts.machine_limits import limited_memory
-from contracts.texts import plural
 from trainbus.client.address import (
     StackAddress,
     find_address,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from contracts.texts import plural
+from contracts.formats import plural
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
 from trainbus.commands.progress import byte_bar

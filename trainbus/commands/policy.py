@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from contracts.formats import plural
 from contracts.scheduling import Policy
-from contracts.texts import adoption_text, describe, plural
+from contracts.texts import adoption_text, describe
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import Json, command, user_name

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape as _escape_markup
 from rich.table import Table
 
-from contracts.texts import format_bytes, format_metrics
+from contracts.formats import format_bytes, format_metrics
 
 STATE_STYLE = {
     "completed": "green",

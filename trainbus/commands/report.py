@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from contracts.texts import format_bytes
+from contracts.formats import format_bytes
 from trainbus.client.errors import NotFoundError
 from trainbus.commands import render
 from trainbus.commands.options import Json, Run, command

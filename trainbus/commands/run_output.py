@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from contracts.events.dataset import DatasetProgress
 from contracts.events.run import RunLog, RunProgress
-from contracts.texts import describe_milestone, format_duration
+from contracts.formats import format_duration
+from contracts.texts import describe_milestone
 from trainbus.client.errors import RunFailedError
 from trainbus.client.run_list import explain_requested
 from trainbus.client.runs import ENDS, follow_output

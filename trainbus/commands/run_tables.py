@@ -11,9 +11,10 @@ from rich.console import Group
 from rich.table import Table
 
 from contracts.events.run import CheckpointRef
+from contracts.formats import format_duration, plural
 from contracts.main_metric import choose_main_metric
 from contracts.state.node import NodeDrain
-from contracts.texts import DEFAULT_REASONS, format_duration, format_reason, plural
+from contracts.texts import DEFAULT_REASONS, format_reason
 from trainbus.client.address import StackAddress
 from trainbus.client.views import NodeView, RunView, TimelineEntry
 from trainbus.commands import render

@@ -80,7 +80,7 @@ async def submit(
 
 
 def _describe_package(submitted: SubmittedRun) -> str:
-    from contracts.texts import plural
+    from contracts.formats import plural
 
     package = submitted.package
     if package is None:

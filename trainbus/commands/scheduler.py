@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from contracts.texts import plural
+from contracts.formats import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import policy, render
 from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_bus

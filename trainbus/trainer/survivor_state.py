@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contracts.disk_space import measure_folder
+from contracts.formats import format_bytes
 from contracts.machine_limits import limited_memory
 from contracts.tensor_files import TENSOR_KINDS, TensorKind, parse_tensors_file
-from contracts.texts import format_bytes
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import STATE, digests_file
 from trainbus.trainer.checkpoint.reader import open_tensors, read_state

@@ -9,9 +9,9 @@ from typing import Literal
 
 from contracts.events.model import ModelApproved
 from contracts.events.run import GateVerdict
+from contracts.formats import format_bytes
 from contracts.spec.gates import ModelGates, SliceGate
 from contracts.spec.training import Evaluation
-from contracts.texts import format_bytes
 from services.evaluation.core.comparison import PredictionComparison, SliceResult
 
 #: Two numbers this close, relative to the larger, are taken for equal: 0.3 - 0.2 is not quite 0.1.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.texts import format_bytes
+from contracts.formats import format_bytes
 from services.evaluation.core.comparison import (
     MAX_CLASSES,
     Confusion,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from contracts.texts import format_time
+from contracts.formats import format_time
 from services.scheduler.core.decisions import Code
 from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run, schedulable_nodes

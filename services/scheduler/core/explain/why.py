@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from contracts.formats import format_duration
 from contracts.scheduling import Policy
-from contracts.texts import format_duration
 from services.scheduler.core import reasons
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.estimate import ReleaseTimes

@@ -40,6 +40,8 @@ REWIND_CHECK_S = 1.0
 CATCH_UP_S = 2.0
 #: How long an event may take into the read model before it is asked whether it can be decoded at all.
 DECODE_S = 0.2
+#: Events at the end of a stream of which at least one is taken to be one that can be decoded.
+MAX_UNREADABLE = 200
 
 
 class Projection:
@@ -202,7 +204,8 @@ class Projection:
         with suppress(TimeoutError):
             async with asyncio.timeout(DECODE_S):
                 return await self._wait_for_position(stream, state.last_seq)
-        position = await self.store.position(stream)
+        # Of what is ahead, only the end counts: there may be very much of it.
+        position = max(await self.store.position(stream), state.last_seq - MAX_UNREADABLE)
         ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
         await self._wait_for_position(stream, ahead[-1].sequence if ahead else position)
         if not ahead or ahead[-1].sequence < state.last_seq:

@@ -330,7 +330,8 @@ class Store:
             added = {"runs": RUN_COUNTS.c.runs + statement.excluded.runs}
             statement = statement.on_conflict_do_update(index_elements=["column", "value"], set_=added)
             await connection.execute(statement, rows[start : start + CHUNK])
-        await connection.execute(RUN_COUNTS.delete().where(RUN_COUNTS.c.runs == 0))
+        if any(row["runs"] < 0 for row in rows):
+            await connection.execute(RUN_COUNTS.delete().where(RUN_COUNTS.c.runs == 0))
 
     async def upsert(
         self, connection: AsyncConnection, table: sa.Table, rows: Iterable[Any], *, where: str | None = None

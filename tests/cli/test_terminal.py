@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from contracts.events.run import RunAccepted, RunFailed
+from contracts.events.run import RunAccepted, RunCompleted, RunFailed
 from contracts.spec.run import RunSpec
 from trainbus.client.errors import UsageError
 from trainbus.client.views import fold_facts
@@ -35,6 +36,13 @@ def test_output_keeps_its_colours_and_moves_no_cursor() -> None:
         "\x1b[1;31mred\x1b[0m " + r"\x1b[2J\x1b]0;title\x07" + "\x1b[0m"
     )
     assert render.make_safe("plain\tpäivää") == "plain\tpäivää"
+
+
+def test_numbers_that_json_lacks_are_text() -> None:
+    ended = RunCompleted(run_id="r1", generation=1, metrics={"loss": float("nan"), "margin": float("-inf")})
+    found = json.loads(render.as_json({"event": ended, "lr": [float("inf"), 0.5]}), parse_constant=pytest.fail)
+    assert found["event"]["metrics"] == {"loss": "NaN", "margin": "-Infinity"}
+    assert found["lr"] == ["Infinity", 0.5]
 
 
 def test_a_run_of_a_hostile_name() -> None:

@@ -134,7 +134,12 @@ def test_a_text_from_outside_stays_on_its_line() -> None:
 
 
 def test_counts_have_their_nouns() -> None:
-    assert [formats.plural(count, "slot") for count in (0, 1, 2, 1024)] == ["0 slots", "1 slot", "2 slots", "1,024 slots"]
+    assert [formats.plural(count, "slot") for count in (0, 1, 2, 1024)] == [
+        "0 slots",
+        "1 slot",
+        "2 slots",
+        "1,024 slots",
+    ]
     assert formats.plural(2, "batch", "batches") == "2 batches"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -77,13 +78,15 @@ def escape(text: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return the JSON of views, models, times and collections of them."""
+    """Return the JSON of views, models, times and collections of them; NaN and infinity are text, as in facts."""
     return json.dumps(to_plain(value), indent=2, default=str)
 
 
 def to_plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
+        return to_plain(value.model_dump(mode="json"))
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: to_plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -54,7 +54,7 @@ from services.kit.follow import follow
 from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
-from services.scheduler.snapshot import take_snapshot
+from services.scheduler.snapshot_process import take_snapshot
 from trainbus.embedded.servers import NatsServer
 from trainbus.operate.history.cycles import cycle_key_of
 from trainbus.operate.history.log import Entry, entry_of

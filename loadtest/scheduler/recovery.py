@@ -35,7 +35,7 @@ Figures = dict[str, float]
 async def taken(server: NatsServer) -> float:
     """Have a snapshot taken by a process of its own; the seconds it took."""
     settings, begun = Settings(nats_url=server.url, http_port=-1), time.perf_counter()
-    command = ("-m", "services.scheduler.snapshot")
+    command = ("-m", "services.scheduler.snapshot_process")
     child = await asyncio.create_subprocess_exec(
         sys.executable, *command, env=environment(settings), stderr=asyncio.subprocess.DEVNULL
     )

@@ -38,7 +38,8 @@ from services.scheduler.capacity_publisher import CapacityPublisher
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
-from services.scheduler.core.state.cluster import Node, Run
+from services.scheduler.core.state.cluster import Node
+from services.scheduler.core.state.run import Run
 from services.scheduler.leader import CyclePacer, Leader
 from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.policy_requests import PolicyRequests

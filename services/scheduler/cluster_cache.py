@@ -19,7 +19,8 @@ from services.kit.concurrency import run_in_thread
 from services.scheduler import metrics
 from services.scheduler.child_process import read_child, start_child
 from services.scheduler.core.fold import apply, seen
-from services.scheduler.core.state.cluster import Cluster, Phase
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Phase
 from services.scheduler.log_clock import SYNC_S, LogClock
 from services.scheduler.snapshot import SnapshotStore
 

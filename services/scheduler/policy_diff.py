@@ -14,7 +14,8 @@ from contracts.scheduling import Policy
 from services.scheduler.core.decisions import NOTHING_LEFT, decision_record, fact_of
 from services.scheduler.core.fold import apply
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
-from services.scheduler.core.state.cluster import EPOCH, Cluster
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH
 
 #: Cycles that are simulated: what one starts, the next one may preempt. They are at rest after two or three.
 MAX_CYCLES = 10

@@ -2,7 +2,7 @@
 
 A snapshot is a cache. It is used only if it is of this version of the format, of this very stream, and whole; otherwise
 the log is folded from its beginning. Every instance reads them from an object bucket beside the log. A child process
-(``python -m services.scheduler.snapshot``) makes them: it starts from the last one, folds what came since and ends.
+(``snapshot_process.py``) makes them: it starts from the last one, folds what came since and ends.
 The leader never waits for one.
 """
 
@@ -29,9 +29,7 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
 
 from contracts import topology
-from services.kit import telemetry
 from services.kit.bus import Bus
-from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.core.state import codec
 from services.scheduler.core.state.cluster import Cluster
@@ -232,7 +230,7 @@ class SnapshotTaker:
     async def _run_child(self) -> bool:
         try:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.scheduler.snapshot", env=environment(self._settings)
+                sys.executable, "-m", "services.scheduler.snapshot_process", env=environment(self._settings)
             )
         except OSError as error:
             log.warning("no snapshot taken", error=repr(error))
@@ -262,35 +260,3 @@ def environment(settings: Settings) -> dict[str, str]:
         "TRAINBUS_LOG_FORMAT": settings.log_format,
     }
     return {**os.environ, **{name: value for name, value in own.items() if value}}
-
-
-async def take_snapshot(settings: Settings) -> str:
-    """Fold what came since the newest snapshot and save it; returns its name."""
-    from services.scheduler.cluster_cache import ClusterCache
-
-    bus = Bus("scheduler-snapshot", settings)
-    await bus.connect(reconcile_topology=False)
-    try:
-        cache = ClusterCache(bus)
-        folding = asyncio.create_task(cache.follow())
-        waiting = asyncio.create_task(cache.caught_up.wait())
-        await asyncio.wait({folding, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if folding.done():
-            folding.result()
-        await cancel_and_wait(folding, waiting)
-        return await SnapshotStore(bus).write(cache.cluster)
-    finally:
-        await bus.close()
-
-
-def main() -> None:
-    """Take one snapshot, at low priority."""
-    os.nice(10)
-    settings = Settings()
-    telemetry.set_up("scheduler-snapshot", settings)
-    # The leader that wanted it may be dead, and the bus gone: it must not wait for them for ever.
-    asyncio.run(asyncio.wait_for(take_snapshot(settings), CREATE_TIMEOUT_S))
-
-
-if __name__ == "__main__":
-    main()

@@ -39,7 +39,8 @@ from contracts.state.run import RunState, RunStates, change_run, placement_probl
 from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
-from services.scheduler.core.state.cluster import Cluster, Phase
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Phase
 from trainbus.client.views import StackView
 
 START = datetime(2026, 1, 2, tzinfo=UTC)

@@ -22,7 +22,8 @@ from contracts.base import Fact
 from contracts.events import BY_TYPE
 from services.scheduler.core.fold import fold
 from services.scheduler.core.state import codec
-from services.scheduler.core.state.cluster import Allocation, Cluster, Run
+from services.scheduler.core.state.cluster import Allocation, Cluster
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.runs import COMMON, dump
 from services.scheduler.snapshot import FORMAT_VERSION
 

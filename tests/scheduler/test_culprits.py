@@ -17,8 +17,9 @@ from contracts.scheduling import Elastic, Policy
 from services.scheduler import policies
 from services.scheduler.core.quarantine import run_cycle
 from services.scheduler.core.state import codec
-from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.quarantine import quarantine_node, quarantine_run
+from services.scheduler.core.state.run import Run
 from tests.scheduler.world import Chaos, World, spec
 
 #: What quarantine itself reads, and what is read of nodes in quarantine, too.

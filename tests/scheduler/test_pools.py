@@ -20,8 +20,9 @@ from services.scheduler.core.place.clusters import Candidate, choose_cluster
 from services.scheduler.core.place.maintenance import closed, must_leave
 from services.scheduler.core.place.pools import Preferences
 from services.scheduler.core.state import pool_demand
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Phase, Run
+from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.pool_demand import PoolDemand
+from services.scheduler.core.state.run import EPOCH, Phase, Run
 from services.scheduler.core.state.slot_spec import slot_spec_of
 from tests.scheduler.world import spec
 

@@ -18,7 +18,7 @@ from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.quota.quotas import Quotas
-from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.usage import TeamUsage, lineage
 from tests.scheduler.world import START, World, spec
 

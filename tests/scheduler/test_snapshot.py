@@ -24,7 +24,8 @@ from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state import codec
-from services.scheduler.core.state.cluster import Cluster, Phase
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Phase
 from services.scheduler.core.state.runs import Runs, pack, unpack
 from services.scheduler.snapshot import (
     FORMAT_VERSION,
@@ -35,8 +36,8 @@ from services.scheduler.snapshot import (
     decode,
     encode,
     name_of,
-    take_snapshot,
 )
+from services.scheduler.snapshot_process import take_snapshot
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 from tests.scheduler.world import Chaos, World, spec
 

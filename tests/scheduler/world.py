@@ -41,8 +41,9 @@ from contracts.spec.run import RunSpec
 from services.scheduler.core.decide import decide, run_steps
 from services.scheduler.core.decisions import NOTHING_LEFT, Decision, decision_record, fact_of
 from services.scheduler.core.fold import apply, fold
-from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.index import Index
+from services.scheduler.core.state.run import TERMINAL, Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -8,14 +8,12 @@ from typing import Any
 
 from services.kit.ports import free_ports
 from trainbus.trainer.rendezvous import meet
-from trainbus.trainer.world import World
 
 Said = Queue[tuple[int, str, tuple[int, ...]]]
 
 
 def come(said: Said, rank: int, port: int, said_after_s: float) -> Any:
-    world = World(rank, 3)
-    return meet(world, "127.0.0.1", port, lambda at, missing, _: said.put((rank, at, missing)), said_after_s)
+    return meet(rank, 3, "127.0.0.1", port, lambda at, missing, _: said.put((rank, at, missing)), said_after_s)
 
 
 def test_the_first_rank_says_who_has_not_come_and_the_others_that_it_does_not_answer() -> None:

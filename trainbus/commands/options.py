@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.operate.connection import Connection
 
+#: What ``wait`` can wait for, besides the end.
+MILESTONES = ("accepted", "placed", "started", "completed", "failed", "cancelled")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Awaitable[int | None]])
 

@@ -11,7 +11,7 @@ from trainbus.client.errors import UsageError
 from trainbus.client.runs import follow_run
 from trainbus.client.views import RunView
 from trainbus.commands import render
-from trainbus.commands.runs import MILESTONES
+from trainbus.commands.options import MILESTONES
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient

@@ -13,7 +13,18 @@ import typer
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands import render
-from trainbus.commands.options import Json, Rank, Run, command, flags_of, open_bus, parse_pair, parse_param, parse_rank
+from trainbus.commands.options import (
+    MILESTONES,
+    Json,
+    Rank,
+    Run,
+    command,
+    flags_of,
+    open_bus,
+    parse_pair,
+    parse_param,
+    parse_rank,
+)
 from trainbus.commands.times import parse_duration, parse_since, parse_time
 
 if TYPE_CHECKING:
@@ -23,8 +34,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 PANEL = "Runs"
-#: What ``wait`` can wait for, besides the end.
-MILESTONES = ("accepted", "placed", "started", "completed", "failed", "cancelled")
 #: Options of ``submit`` with another type or flag than their field: ``flags_of`` makes the others.
 SUBMIT_FLAGS = {
     "request": (Path, "--request"),

@@ -6,14 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from contracts.ranks import format_endpoint
-
-if TYPE_CHECKING:
-    from trainbus.trainer.world import World
 
 #: How long the ranks wait for each other, and after how many seconds they say for whom.
 TIMEOUT = timedelta(seconds=120)
@@ -26,8 +23,8 @@ ALL_HERE = "all-here"
 SayMissing = Callable[[str, tuple[int, ...], float], None]
 
 
-def meet(world: World, host: str, port: int, say: SayMissing, said_after_s: float = SAID_AFTER_S) -> Any:
-    """Return the store, once every rank has come.
+def meet(rank: int, size: int, host: str, port: int, say: SayMissing, said_after_s: float = SAID_AFTER_S) -> Any:
+    """Return the store, once each of ``size`` ranks has come. Called by every rank.
 
     Raises:
         RuntimeError: some have not come in time; the text names them.
@@ -38,15 +35,15 @@ def meet(world: World, host: str, port: int, say: SayMissing, said_after_s: floa
     timer.start()
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, world.size, is_master=world.is_first, timeout=TIMEOUT, wait_for_workers=False
+            host, port, size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
         )
     finally:
         timer.cancel()
-    if world.is_first:
-        _wait_for_all(store, range(1, world.size), lambda missing, s: say(address, missing, s), said_after_s, address)
+    if rank == 0:
+        _wait_for_all(store, range(1, size), lambda missing, s: say(address, missing, s), said_after_s, address)
         store.set(ALL_HERE, "")
     else:
-        store.set(_key(world.rank), "")
+        store.set(_key(rank), "")
         store.wait([ALL_HERE], TIMEOUT)
     return store
 

@@ -83,7 +83,7 @@ class World:
         """
         if self.size == 1 and not always:
             return
-        store = meet(self, env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0")), say)
+        store = meet(self.rank, self.size, env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0")), say)
         # NCCL refuses two ranks on one GPU, be it on shares of it or on MIG slices.
         uses_nccl = self.gpu is not None and not has_duplicates(store, self.size, _board_of(self.gpu))
         dist.init_process_group(

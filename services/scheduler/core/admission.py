@@ -11,7 +11,8 @@ from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.data import DataSource
 from contracts.spec.launchers import describe_launcher
 from services.scheduler.core.decisions import AcceptRun, RejectRun
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Run
 
 #: The longest request that is accepted, as JSON. Each placement holds it, beside the members and the dataset: half of
 #: what an event may have.

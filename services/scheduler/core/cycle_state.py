@@ -18,7 +18,8 @@ from services.scheduler.core.policy_features import PolicyFeatures
 from services.scheduler.core.quota.entitlements import Entitlements
 from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.reasons import Why
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH, Run
 
 #: More than there can be of anything that is counted.
 UNLIMITED = 1 << 60

@@ -14,7 +14,8 @@ from contracts.scheduling import Policy
 from contracts.state.node import NodeStatement
 from services.scheduler.core.cycle_state import BeginPhase, CycleResult, CycleState, ignore_phase
 from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver, LoseNode
-from services.scheduler.core.state.cluster import EPOCH, Cluster
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH
 from services.scheduler.core.steps.explain import MAX_EXPLAINED_RUNS, add_numbers, explain_waits
 from services.scheduler.core.steps.grow import grow_runs
 from services.scheduler.core.steps.lend import IdleLoans

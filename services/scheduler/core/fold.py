@@ -20,17 +20,7 @@ from contracts.state.node import next_drain
 from contracts.state.run import placement_problem
 from contracts.texts import held_up_text
 from services.scheduler.core.quota.quotas import periods_h
-from services.scheduler.core.state.cluster import (
-    EPOCH,
-    Allocation,
-    Cluster,
-    CommittedCheckpoint,
-    Ending,
-    MemberState,
-    Node,
-    Phase,
-    Run,
-)
+from services.scheduler.core.state.cluster import Allocation, Cluster, Node
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
 from services.scheduler.core.state.quarantine import (
@@ -40,6 +30,7 @@ from services.scheduler.core.state.quarantine import (
     release_run,
     reset_index,
 )
+from services.scheduler.core.state.run import EPOCH, CommittedCheckpoint, Ending, MemberState, Phase, Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI, slot_spec_of
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 from services.scheduler.core.state.workload import piece_of

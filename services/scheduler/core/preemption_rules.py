@@ -15,8 +15,9 @@ from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.policy_features import BY_SERVICE, Feature, PolicyFeatures, Shortcut
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.quota.entitlements import held
-from services.scheduler.core.state.cluster import Cluster, Run, schedulable_nodes
+from services.scheduler.core.state.cluster import Cluster, schedulable_nodes
 from services.scheduler.core.state.index import Key, RunCache
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import NamedTuple
 
 from contracts.scheduling import Policy
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.remaining_time import left_s
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

@@ -20,7 +20,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import CancelRun, PlaceRun
-from services.scheduler.core.state.cluster import EPOCH, Cluster
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.quarantine import (
     describe_error,
     quarantine_node,
@@ -29,6 +29,7 @@ from services.scheduler.core.state.quarantine import (
     release_run,
     reset_index,
 )
+from services.scheduler.core.state.run import EPOCH
 from services.scheduler.core.state.suspects import Suspect, suspects_of
 
 #: Runs and nodes that one cycle may quarantine. Beyond it the cycle decides nothing.

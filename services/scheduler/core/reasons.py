@@ -10,7 +10,8 @@ from typing import Any
 from contracts.formats import format_time
 from services.scheduler.core.decisions import Code
 from services.scheduler.core.place.resource_request import useful
-from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run, schedulable_nodes
+from services.scheduler.core.state.cluster import Cluster, Node, schedulable_nodes
+from services.scheduler.core.state.run import Phase, Run
 from services.scheduler.core.state.suspects import note_suspect
 
 #: How many runs or nodes a message names.

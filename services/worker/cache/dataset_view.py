@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,11 +14,9 @@ from contracts.datasets import SplitFiles
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardRequestLine
 from services.worker import metrics
-from services.worker.core.prefetch_schedule import SPECULATIVE_S, ReadSequence
+from services.worker.cache.shard_files import ShardFiles
+from services.worker.core.prefetch_schedule import SPECULATIVE_S, PrefetchSchedule, ReadSequence
 from services.worker.local_files import relative_path
-
-if TYPE_CHECKING:
-    from services.worker.cache.shard_cache import ShardCache
 
 #: Shards fetched behind one that a rank requests without a plan.
 READ_AHEAD = 4
@@ -41,10 +39,23 @@ class ManifestSplits(BaseModel):
     splits: dict[str, SplitFiles]
 
 
+class SharedCache(Protocol):
+    """What a view needs of the node's cache."""
+
+    schedule: PrefetchSchedule
+    files: ShardFiles
+
+    def wake(self, within_s: float = ...) -> None:
+        """Look again at what to fetch, within so many seconds."""
+
+    def remove_view(self, view: DatasetView) -> None:
+        """Fetch no more for a view that is closed."""
+
+
 class DatasetView:
     """One placement's use of a dataset: what its ranks read, request and have."""
 
-    def __init__(self, cache: ShardCache, folder: Path, bucket: str, manifest: ManifestSplits) -> None:
+    def __init__(self, cache: SharedCache, folder: Path, bucket: str, manifest: ManifestSplits) -> None:
         """List the shards.
 
         Raises:

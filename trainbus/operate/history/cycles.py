@@ -13,7 +13,8 @@ from services.scheduler.core.capacity.demand import capacity_fact, compute_deman
 from services.scheduler.core.cycle_state import UNLIMITED, CycleResult
 from services.scheduler.core.decisions import NOTHING_LEFT, LeftOver, fact_of
 from services.scheduler.core.quarantine import run_cycle
-from services.scheduler.core.state.cluster import EPOCH, Cluster
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH
 
 
 class CycleKey(NamedTuple):

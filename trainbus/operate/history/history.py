@@ -13,7 +13,8 @@ from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, 
 from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting, RunStarted
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
-from services.scheduler.core.state.cluster import TERMINAL, Cluster
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import TERMINAL
 from trainbus.operate.history.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.

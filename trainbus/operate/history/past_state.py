@@ -9,7 +9,8 @@ from typing import Any
 from contracts.scheduling import Policy
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import explain_quarantine
-from services.scheduler.core.state.cluster import EPOCH, Cluster
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH
 from trainbus.operate.history.cycles import cycle_key_of
 from trainbus.operate.history.log import Entry, fold_entry
 

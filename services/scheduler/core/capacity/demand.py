@@ -15,7 +15,8 @@ from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy, Pool
 from services.scheduler.core.capacity.hypothetical_nodes import HypotheticalCapacity
 from services.scheduler.core.order import queue
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.run import EPOCH, Run
 
 #: Why a run may wait that more nodes would help. A run that is not explained yet may be placed by the next cycle.
 HELPED = frozenset({"slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "reserved"})

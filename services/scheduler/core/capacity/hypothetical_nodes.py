@@ -11,7 +11,8 @@ from contracts.spec.run import RunSpec
 from services.scheduler.core.place.pools import Preferences, capacity_of, checkpoint_interval_s, in_order
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of, suits
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
-from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.run import Run
 
 #: Pool, kind of capacity, cluster and accelerator: nodes that are alike in these are alike to any run.
 _Kind = tuple[str, str, str, str]

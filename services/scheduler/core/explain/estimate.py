@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from contracts.scheduling import Policy, Predict
 from services.scheduler.core.order import queue
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.durations import Distribution, RunKind, RunningTimes, WaitKind, wait_kind_of
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI
 
 #: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that

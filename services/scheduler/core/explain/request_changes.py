@@ -18,8 +18,9 @@ from contracts.spec.run import RunSpec
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.durations import run_kind_of
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import slot_spec_of
 
 #: How many kinds of accelerator, clusters and teams are tried.

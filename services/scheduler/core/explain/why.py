@@ -16,8 +16,9 @@ from services.scheduler.core.explain.request_changes import fork_cluster, smalle
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import resource_request_of
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.remaining_time import expected_end_s
+from services.scheduler.core.state.run import EPOCH, Run
 
 #: How many of those that hold what a run needs are listed.
 MAX_LISTED_HOLDERS = 10

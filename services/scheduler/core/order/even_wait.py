@@ -18,7 +18,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 from contracts.scheduling import EvenWait, Policy
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 #: The longest wait is rounded up to this part of the margin; the queue is sorted again when it changes.

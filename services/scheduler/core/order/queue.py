@@ -16,8 +16,9 @@ from contracts.scheduling import LeastAttained, OrderKey, Policy
 from services.scheduler.core.order import even_wait
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.policy_features import BY_POLICY, Feature, has_service_keys, has_wait_limit
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.index import Index, Key, RunQueue
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 #: Seconds after which a change has certainly taken effect, despite rounding.

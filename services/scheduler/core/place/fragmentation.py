@@ -20,14 +20,13 @@ dropped at any time.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from services.scheduler.core.place.remainder import Left, State
+from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.workload import Shape, shape_of
-
-if TYPE_CHECKING:
-    from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 
 #: What a node has left of something that is not counted there: more than all ranks of a run can request.
 UNCOUNTED_REST = 1 << 200
@@ -40,19 +39,6 @@ RARITY_PARTS = 10
 Typical = tuple[tuple[Shape, int], ...]
 #: Models that a shape names -> how rare they are, in ``RARITY_PARTS``.
 Rarity = Mapping[frozenset[str], int]
-#: Thousandths left of each accelerator, in descending order.
-Left = tuple[int, ...]
-
-
-class State:
-    """What is left of a node. There is one object for all that are equal, so that it is looked up by identity."""
-
-    __slots__ = ("cpu_milli", "left", "memory_bytes", "milli", "model", "profile")
-
-    def __init__(self, left: Left, cpu_milli: int, memory_bytes: int, model: str, profile: str) -> None:
-        self.left, self.cpu_milli, self.memory_bytes = left, cpu_milli, memory_bytes
-        self.model, self.profile = model, profile
-        self.milli = sum(left)
 
 
 class Score(NamedTuple):

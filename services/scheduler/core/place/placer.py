@@ -23,8 +23,9 @@ from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NO
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots, has_profiles
 from services.scheduler.core.place.strategies import CHOICES
 from services.scheduler.core.policy_features import Feature, PolicyFeatures, Shortcut
-from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
+from services.scheduler.core.state.cluster import Cluster, Node, schedulable_nodes
 from services.scheduler.core.state.remaining_time import left_s
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SIMPLE, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 

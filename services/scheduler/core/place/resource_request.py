@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from contracts.scheduling import Policy
-from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
+from services.scheduler.core.state.cluster import Cluster, Node, schedulable_nodes
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 

@@ -10,14 +10,12 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from services.scheduler.core.state.cluster import Cluster, Node, Run, schedulable_nodes
+from services.scheduler.core.place.remainder import State
+from services.scheduler.core.state.cluster import Cluster, Node, schedulable_nodes
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
-
-if TYPE_CHECKING:
-    from services.scheduler.core.place.fragmentation import State
 
 #: Tells states of snapshots apart; no decision depends on it.
 _STATE_IDS = itertools.count()

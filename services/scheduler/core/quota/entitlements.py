@@ -19,8 +19,9 @@ from services.scheduler.core.place.resource_request import ResourceRequest, reso
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.policy_features import Feature, Shortcut
 from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.state.usage import lineage

@@ -8,7 +8,7 @@ from typing import Self
 
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.quota.entitlements import Entitlements, held
-from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

@@ -6,8 +6,9 @@ import traceback
 from pathlib import Path
 from typing import Literal
 
-from services.scheduler.core.state.cluster import Cluster, Phase, QuarantineRecord
+from services.scheduler.core.state.cluster import Cluster, QuarantineRecord
 from services.scheduler.core.state.index import Index
+from services.scheduler.core.state.run import Phase
 
 MAX_TEXT = 500
 

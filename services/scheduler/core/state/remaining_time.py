@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from contracts.scheduling import Policy
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Run
 
 
 def expected_s(

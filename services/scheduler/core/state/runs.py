@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, overload
+from functools import cache
+from typing import Any, overload
 
 from pydantic import ConfigDict, TypeAdapter
 
-if TYPE_CHECKING:
-    from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.run import Run
 
 #: Zlib starts from this text: what most packed runs have in common, the most frequent last.
 COMMON = (
@@ -30,7 +30,7 @@ COMMON = (
 LEVEL = 1
 
 
-class Runs(dict[str, "Run"]):
+class Runs(dict[str, Run]):
     """Run by id. Iterating goes over those that are not over; asking for one, or whether it is there, over all."""
 
     def __init__(self, runs: Iterable[tuple[str, Run]] = (), packed: Iterable[tuple[str, bytes]] = ()) -> None:
@@ -109,13 +109,6 @@ def load(content: bytes) -> list[Run]:
     return _adapter().validate_json(content)
 
 
-_made: list[TypeAdapter[list[Run]]] = []
-
-
+@cache
 def _adapter() -> TypeAdapter[list[Run]]:
-    # Made when it is first needed: ``Run`` is defined in the module that needs this one.
-    if not _made:
-        from services.scheduler.core.state.cluster import Run
-
-        _made.append(TypeAdapter(list[Run], config=ConfigDict(ser_json_inf_nan="strings")))
-    return _made[0]
+    return TypeAdapter(list[Run], config=ConfigDict(ser_json_inf_nan="strings"))

@@ -8,7 +8,8 @@ from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import ExplainRun
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.reasons import Why, message, too_large
-from services.scheduler.core.state.cluster import Node, Run
+from services.scheduler.core.state.cluster import Node
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 #: How many runs are explained in one cycle, besides those that can never run; the others follow in the next one.

@@ -11,7 +11,8 @@ from services.scheduler.core.place.resource_request import avoided, resource_req
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
 from services.scheduler.core.price import growth_price, is_resumable
 from services.scheduler.core.quota.transaction import Transaction
-from services.scheduler.core.state.cluster import EPOCH, Cluster, Phase, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import EPOCH, Phase, Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

@@ -11,7 +11,8 @@ from services.scheduler.core.place.resource_request import ResourceRequest, reso
 from services.scheduler.core.quota.entitlements import refusal_text
 from services.scheduler.core.quota.quotas import Refusal
 from services.scheduler.core.reasons import Why, too_large
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.order import queue
-from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 
 

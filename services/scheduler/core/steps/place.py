@@ -11,7 +11,7 @@ from services.scheduler.core.place.resource_request import ResourceRequest, avoi
 from services.scheduler.core.place.snapshot import NodeSlots
 from services.scheduler.core.policy_features import Shortcut
 from services.scheduler.core.reasons import Why
-from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.steps.lend import IdleLoans
 from services.scheduler.core.steps.nominate import is_hopeless, is_known_misfit, maintenance_reason, rule_out

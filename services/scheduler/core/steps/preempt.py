@@ -25,8 +25,8 @@ from services.scheduler.core.preemption_rules import (
 from services.scheduler.core.price import preemption_price, restart_cost_slot_s
 from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.reasons import Why
-from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.suspects import note_suspect
 from services.scheduler.core.steps.reserve import Reservations
 from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims

@@ -21,8 +21,9 @@ from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
 from services.scheduler.core.policy_features import Feature, has_wait_limit
 from services.scheduler.core.price import is_resumable
 from services.scheduler.core.reasons import Why
-from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
+from services.scheduler.core.state.run import Run
 from services.scheduler.core.state.slot_spec import SLOT_MILLI, SlotSpec
 from services.scheduler.core.state.suspects import note_suspect
 

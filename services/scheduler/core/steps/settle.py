@@ -12,7 +12,8 @@ from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, PreemptRun, QueueRun
 from services.scheduler.core.place.maintenance import must_leave
 from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
-from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
+from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.run import MemberState, Phase, Run
 from services.scheduler.core.state.suspects import note_suspect
 
 Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun

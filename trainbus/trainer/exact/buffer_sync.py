@@ -137,6 +137,12 @@ class BufferSync:
         self._new = {p: value for p, value in zip(known + unknown, values, strict=True) if p in set(found)}
 
     def _agree_on_mean(self) -> None:
+        """Set ``_new`` to the mean of the leaves' buffers, the same on all ranks. Every rank calls it once a step.
+
+        All ranks' messages have the same length: which buffers the rank's leaves changed (uint8, [buffers]), its values
+        of those that are no floating-point numbers (rank 0's count: it has leaf 0), and for each of its nodes of the
+        tree the weighted sum of each floating-point buffer, with zeros up to the nodes of the rank with the most.
+        """
         mask = torch.zeros(len(self._places), dtype=torch.uint8)
         mask[sorted(self._touched)] = 1
         whole = [place for place in range(len(self._places)) if place not in set(self._floats)]

@@ -37,7 +37,11 @@ class PeerLink:
         return self._on_cuda and not self._staged
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Callable[[], None]:
-        """Start a group; the returned function waits until all of it is done."""
+        """Start a group of messages, each a tensor and the rank that it goes to or comes from.
+
+        The returned function waits until all of it is done. What one rank sends, its peer has to receive under the same
+        ``tag``; empty tensors are not sent.
+        """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
         self.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
 from contracts.base import check_time
+from contracts.grace import NOTICE_MARGIN_S
 from contracts.spec.base import SpecPart
 
 #: What a queue can be ordered by. Runs that are equal in all of them go in the order of submission.
@@ -247,7 +248,7 @@ class Faults(SpecPart):
     #: A node on which a run failed this often in a row, by no fault of its own, is avoided by that run.
     avoid_node_after: int = Field(2, ge=1)
     #: How long before a machine is taken away its ranks must have ended: the rest of the time is for uploads.
-    notice_margin_s: float = Field(2.0, ge=0)
+    notice_margin_s: float = Field(NOTICE_MARGIN_S, ge=0)
     #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
     max_infrastructure_failures: int = Field(50, ge=1)
     #: How long a run whose ranks all ended well waits for a final checkpoint, if none of its nodes has staged one. What

@@ -11,8 +11,6 @@ from contracts.base import Fact, Sha256, Token
 
 #: Slots of one node: far more than any machine has accelerators or processors.
 MAX_NODE_SLOTS = 4096
-#: Seconds that ranks are given for a small checkpoint, however late a notice comes.
-LEAST_GRACE_S = 1.0
 #: What a drain is bound to: the node's id, or the present life of its agent.
 DrainScope = Literal["node", "incarnation"]
 

@@ -63,8 +63,6 @@ class WorkerSettings(Settings):
     notice_interval_s: float = Field(1.0, gt=0)
     #: File that a pod's preStop hook writes: the seconds until the pod is killed, or nothing.
     prestop_file: Path = Path("/tmp/trainbus-prestop")
-    #: Seconds of a notice's time for the agent itself, to publish it and to end; its runs have the rest.
-    notice_margin_s: float = Field(2.0, ge=0)
 
     #: Seconds between two looks at a script's output folder, and for which a file must not change to count as complete
     #: whichever process has it open.

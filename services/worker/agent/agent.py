@@ -18,6 +18,7 @@ from contracts.base import Event, Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeUnfit
 from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
+from contracts.grace import NOTICE_MARGIN_S
 from contracts.state.node import NodeStatement
 from services.kit.bus import Message, TransientError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
@@ -80,7 +81,7 @@ class Agent:
         self._lease = NodeLease(
             context.bus, self._settings.node_id, self._settings.lease_ttl_s, self._term, self._state_what_runs
         )
-        self._notices = NodeNotices(self._settings.node_id, self._settings.notice_margin_s)
+        self._notices = NodeNotices(self._settings.node_id)
         self._repairer = BlobRepairer(context)
         self._stored = AgentState()
         self._is_stopping = self._has_left = False
@@ -292,7 +293,7 @@ class Agent:
         publishing: asyncio.Task[None] | None = None
         if not self._notices.must_leave:  # otherwise a notice with the real deadline is published already
             # Published first, so that nothing is placed here and ranks on other nodes stop together with ours.
-            grace_s = longest_s + self._settings.notice_margin_s
+            grace_s = longest_s + NOTICE_MARGIN_S
             publishing = self._publish_notice(Notice("signal", "terminate", grace_s, LEAVING))
             await asyncio.sleep(0)  # the publishing starts before the first rank is asked to stop
         self._generations.stop_all(LEAVING)

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import structlog
 
-from contracts.events.node import LEAST_GRACE_S, NodeNotice
+from contracts.events.node import NodeNotice
+from contracts.grace import LEAST_GRACE_S, NOTICE_MARGIN_S
 from services.worker import metrics
 
 log = structlog.get_logger(__name__)
@@ -51,9 +52,8 @@ class NoticeSource(ABC):
 class NodeNotices:
     """All notices since the agent started. Each incarnation publishes them under its own name."""
 
-    def __init__(self, node_id: str, margin_s: float) -> None:
-        """``margin_s``: the part of a notice's time that is left to the agent itself."""
-        self._node_id, self._margin_s = node_id, margin_s
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
         #: Each with the time (monotonic) at which it came.
         self._notices: list[tuple[Notice, float]] = []
 
@@ -72,7 +72,7 @@ class NodeNotices:
         """Return the seconds of a run that asks for ``requested_s`` to save its state."""
         if notice.grace_s is None:
             return requested_s
-        return min(requested_s, max(notice.grace_s - self._margin_s, LEAST_GRACE_S))
+        return min(requested_s, max(notice.grace_s - NOTICE_MARGIN_S, LEAST_GRACE_S))
 
     def facts(self, incarnation: str) -> list[NodeNotice]:
         """Return the facts with the time that remains now. Published again, they are the same facts."""

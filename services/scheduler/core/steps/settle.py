@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from contracts.events.node import LEAST_GRACE_S
 from contracts.events.run import QueueReason, RunStalled
+from contracts.grace import LEAST_GRACE_S
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, PreemptRun, QueueRun

@@ -290,8 +290,9 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         ] = False,
     ) -> views.RunPage:
         """Runs, newest first."""
-        states = [s for given in state or [] for s in given.split(",") if s]
-        if unknown := set(states) - set(STATES):
+        # Each once: of several, each is a search of its own.
+        states = dict.fromkeys(s for given in state or [] for s in given.split(",") if s)
+        if unknown := states.keys() - set(STATES):
             raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
         if cursor is None:
             await projection.catch_up()  # who has just asked for a run finds it here

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from fastapi import Header, Query
 
+from services.gateway.pages import MAX_INTEGER
+
 MAX_KEY = 255
 #: The longest range of events in one answer.
 MAX_RANGE = 10_000
@@ -13,7 +15,7 @@ MAX_RANGE = 10_000
 Key = Annotated[
     str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
 ]
-LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, description="go on after this event")]
+LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="go on after this event")]
 Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
 Limit = Annotated[int, Query(ge=1, le=500)]
 RangeLimit = Annotated[int, Query(ge=1, le=MAX_RANGE, description="without follow: at most so many events")]

@@ -440,6 +440,7 @@ FILTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"q": "tok", "user": "ada"}, []),
     ({"state": "queued"}, ["rb1"]),
     ({"state": ["queued", "rejected"]}, ["rb1"]),
+    ({"state": ",".join(["queued"] * 1000)}, ["rb1"]),
     ({"state": "accepted", "user": "bob"}, ["rb2"]),
     ({"kind": "train"}, ["rb2", "rb1", "ra2", "ra1"]),
     ({"kind": "evaluate"}, []),

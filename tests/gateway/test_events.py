@@ -145,6 +145,18 @@ async def test_numbers_that_json_lacks_are_text_in_ranges_and_in_streams(gateway
         assert await read_last(gateway, path, 1) == stored
 
 
+@pytest.mark.parametrize(
+    "path", ["/events?", "/events?stream=logs&", f"/training-runs/{RUN}/events?", f"/training-runs/{RUN}/metrics?"]
+)
+async def test_after_the_end_there_is_nothing(gateway: Running, bus: Bus, path: str) -> None:
+    await publish_three(bus)
+    last = str(2**63 - 1)
+    found = await gateway.get(f"{path}follow=false", headers={"Last-Event-ID": last})
+    assert (found["last_event_id"], found["has_more"]) == (int(last), False)
+    refused = await gateway.client.get(f"{path}follow=false", headers={"Last-Event-ID": str(2**63)})
+    assert refused.status_code == 422
+
+
 async def post(gateway: Running, kind: str, body: Any, key: str = "k") -> httpx.Response:
     return await gateway.client.post(f"/requests/{kind}", json=body, headers={"Idempotency-Key": key})
 

@@ -330,7 +330,7 @@ class Store:
             added = {"runs": RUN_COUNTS.c.runs + statement.excluded.runs}
             statement = statement.on_conflict_do_update(index_elements=["column", "value"], set_=added)
             await connection.execute(statement, rows[start : start + CHUNK])
-        if any(row["runs"] < 0 for row in rows):
+        if any(runs < 0 for runs in change.values()):
             await connection.execute(RUN_COUNTS.delete().where(RUN_COUNTS.c.runs == 0))
 
     async def upsert(

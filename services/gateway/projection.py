@@ -204,11 +204,13 @@ class Projection:
         with suppress(TimeoutError):
             async with asyncio.timeout(DECODE_S):
                 return await self._wait_for_position(stream, state.last_seq)
+        position = await self.store.position(stream)
         # Of what is ahead, only the end counts: there may be very much of it.
-        position = max(await self.store.position(stream), state.last_seq - MAX_UNREADABLE)
-        ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
+        start = max(position, state.last_seq - MAX_UNREADABLE) + 1
+        ahead = await self.bus.read_history(stream=stream, start_sequence=start)
         await self._wait_for_position(stream, ahead[-1].sequence if ahead else position)
-        if not ahead or ahead[-1].sequence < state.last_seq:
+        is_whole = start == position + 1
+        if is_whole and (not ahead or ahead[-1].sequence < state.last_seq):
             self._unreadable_ends[stream] = state.last_seq
 
     async def _wait_for_position(self, stream: str, sequence: int) -> None:

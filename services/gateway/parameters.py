@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Header, Query
+from pydantic import AfterValidator
 
 from services.gateway.pages import MAX_INTEGER
 
@@ -15,7 +16,12 @@ MAX_RANGE = 10_000
 Key = Annotated[
     str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
 ]
-LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description="go on after this event")]
+LastEventId = Annotated[
+    int,
+    Header(alias="Last-Event-ID", ge=0, description="go on after this event"),
+    # After the last number that a stream can have there is nothing, as after any that is greater.
+    AfterValidator(lambda sequence: min(sequence, MAX_INTEGER)),
+]
 Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
 Limit = Annotated[int, Query(ge=1, le=500)]
 RangeLimit = Annotated[int, Query(ge=1, le=MAX_RANGE, description="without follow: at most so many events")]

@@ -150,11 +150,9 @@ async def test_numbers_that_json_lacks_are_text_in_ranges_and_in_streams(gateway
 )
 async def test_after_the_end_there_is_nothing(gateway: Running, bus: Bus, path: str) -> None:
     await publish_three(bus)
-    last = str(2**63 - 1)
-    found = await gateway.get(f"{path}follow=false", headers={"Last-Event-ID": last})
-    assert (found["last_event_id"], found["has_more"]) == (int(last), False)
-    refused = await gateway.client.get(f"{path}follow=false", headers={"Last-Event-ID": str(2**63)})
-    assert refused.status_code == 422
+    for last in (4, 2**63 - 1, 10**30):
+        found = await gateway.get(f"{path}follow=false", headers={"Last-Event-ID": str(last)})
+        assert (found["last_event_id"], found["has_more"]) == (min(last, 2**63 - 1), False)
 
 
 async def post(gateway: Running, kind: str, body: Any, key: str = "k") -> httpx.Response:

@@ -74,8 +74,9 @@ def is_about_values(error: Exception) -> bool:
     """Whether a row was refused for what is in it, so that writing it again would not help."""
     if isinstance(error, sa.exc.DBAPIError):
         cause = error.orig.__cause__ if error.orig is not None else None
-        # Class 22 of SQL's states is "data exception"; the driver itself raises a ValueError.
-        return isinstance(cause, ValueError) or str(getattr(cause, "sqlstate", None)).startswith("22")
+        # Of SQL's states class 22 is "data exception", and 54 "program limit exceeded": a text that is too long for an
+        # index. The driver itself raises a ValueError.
+        return isinstance(cause, ValueError) or str(getattr(cause, "sqlstate", None)).startswith(("22", "54"))
     return isinstance(error, (OverflowError, UnicodeEncodeError))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import pwd
+import random
 import shutil
 import subprocess
 import tempfile
@@ -154,3 +155,17 @@ async def test_a_run_that_ends_with_a_number_that_json_lacks_has_ended(
             assert found["events"][-1]["data"]["metrics"] == {"loss": "NaN", "margin": "Infinity"}
             await rebuild(settings)
             assert await contents(store) == found
+
+
+@pytest.mark.parametrize("field", ["name", "user", "team", "model"])
+async def test_a_text_that_no_index_holds_stops_nothing(bus: Bus, on_postgres: GatewaySettings, field: str) -> None:
+    """Requests have limits for it; facts are read leniently, and anybody can publish one."""
+    text = random.Random(0).randbytes(20_000).hex()
+    await publish(
+        bus,
+        RunAccepted(run_id="r0", spec=SPEC.model_copy(update={field: text}), request_id="q", request_source="t"),
+        RunAccepted(run_id="r1", spec=SPEC, request_id="q1", request_source="t"),
+    )
+    async with Store(on_postgres.database_url) as store:
+        await project(bus, store)
+        assert "r1" in [run["run_id"] for run in (await contents(store))["runs"]]

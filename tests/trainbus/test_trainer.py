@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from tests.trainbus.support import (
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task, TaskError, load_task
-from trainbus.trainer import checkpoint, optimizer_state
+from trainbus.trainer import checkpoint, checkpoint_manager, optimizer_state
 from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.checkpoint.writer import CheckpointWriter
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import StartPoint
@@ -303,6 +305,37 @@ def test_a_failed_write_fails_the_run_and_removes_its_folder(
         train(tmp_path, dataset, max_steps=2)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert checkpoints(tmp_path) == []
+
+
+def test_a_failure_waits_for_the_checkpoint_that_is_being_written(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed = threading.Event()
+
+    class Failing(Linear):  # type: ignore[misc,valid-type]
+        steps = 0
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            self.steps += model.training
+            if self.steps == 3:
+                raise ValueError("no such class")
+            loss: Tensor = super().loss(model, batch)
+            return loss
+
+    def write_late(*args: Any) -> None:
+        has_failed.wait(60)
+        write(*args)
+
+    def settle(writer: CheckpointWriter, timeout_s: float) -> None:
+        has_failed.set()
+        wait_for_end(writer, timeout_s)
+
+    write, wait_for_end = checkpoint_manager.write, CheckpointWriter.settle
+    monkeypatch.setattr(CheckpointWriter, "settle", settle)
+    monkeypatch.setattr(checkpoint_manager, "write", write_late)
+    with pytest.raises(ValueError, match="no such class"):
+        train(tmp_path, dataset, Failing(), checkpoint_at_steps=[2])
+    assert [line.step for line in checkpoints(tmp_path)] == [2]
 
 
 def test_a_checkpoint_that_is_due_by_the_clock_is_saved_after_the_step(

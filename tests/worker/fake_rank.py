@@ -97,7 +97,13 @@ while step < params["steps"]:
     report(kind="metrics", step=step, values={"loss": 1 / step}, samples_consumed=step * 8, epoch=1)
     print(f"step {step}", flush=True)
     if params.get("crash_at") == step and rank == params.get("crash_rank", 0):
-        report(kind="ended", outcome="failed", step=step, error="the loss exploded")
+        if params.get("diverges"):  # what it remembers of this step is not what another attempt begins with
+            (Path(launch["memory_folder"]) / f"g{launch['generation']}" / f"step_{step}-rank_{rank}").mkdir(
+                parents=True
+            )
+        report(
+            kind="ended", outcome="failed", step=step, error="the loss exploded", diverged=params.get("diverges", False)
+        )
         sys.exit(3)
     while params.get("hold_at") == step and not (folder / "go").exists() and not stopping.is_set():
         time.sleep(0.02)

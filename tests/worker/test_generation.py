@@ -169,6 +169,16 @@ async def test_first_crashed_rank_is_reported_and_the_others_end(world: World, a
     assert len(await world.ends()) == 1
 
 
+async def test_what_diverges_leaves_its_checkpoint_although_memory_has_later_steps(world: World, agent: Any) -> None:
+    await agent()
+    await world.place(params={"steps": 100, "step_s": 0, "every": 10, "crash_at": 11, "diverges": True})
+    exited = await world.wait_for(RunExited)
+    assert "the loss exploded" in exited.reason
+    facts = await world.facts()
+    assert [fact.step for fact in facts if isinstance(fact, CheckpointStaged)] == [10]
+    assert facts.index(exited) == len(facts) - 1
+
+
 UNUSABLE = [
     ("wrong hash", {"code": "wrong hash"}, "code.sha256"),
     ("missing", {"code": "missing"}, "trainbus submit"),

@@ -42,6 +42,8 @@ from trainbus.trainer.training_state import (
 from trainbus.trainer.world import World
 
 Pairs = list[tuple[Tensor, Tensor]]
+#: Seconds, at most, for which a rank that has failed goes on to write a checkpoint: its disk may be why it failed.
+FINISH_S = 120.0
 
 
 class CheckpointManager:
@@ -72,6 +74,7 @@ class CheckpointManager:
         self._is_prepared = False
         #: Whether the disk had no room for the last checkpoint.
         self._is_full = False
+        self._have_survivors_saved = False
         #: Set while nothing is being copied out of the live state.
         self._copied = threading.Event()
         self._copied.set()
@@ -219,12 +222,24 @@ class CheckpointManager:
         if state is None:
             return None
         saved = _checkpoint_json(state, self._progress)
-        is_saved = self._survivors.save(_files(state.tensors, 0), saved, self._trained_names())
-        return self._progress.step if is_saved else None
+        self._have_survivors_saved = self._survivors.save(_files(state.tensors, 0), saved, self._trained_names())
+        return self._progress.step if self._have_survivors_saved else None
 
     def wait_for_writes(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until everything is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         self._writer.join()
+
+    def finish_writes(self) -> None:
+        """Wait until what is being written is on disk, or has failed: training has failed already, and says why.
+
+        Another attempt begins with it, unless the survivors of a lost rank have saved a later step in memory.
+        """
+        if not self._have_survivors_saved:
+            self._writer.settle(FINISH_S)
 
     def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State[Tensor] | None:
         """Return the whole state from this rank alone, or None where it has but a share of it."""

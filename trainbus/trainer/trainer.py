@@ -164,7 +164,14 @@ class Trainer:
         self._checkpoint_requested = False
 
     def fit(self) -> Outcome:
-        """Train to the end, or to a stop that all ranks agreed on. Every checkpoint is on disk when this returns."""
+        """Train to the end, or to a stop that all ranks agreed on. Every checkpoint is on disk when this ends."""
+        try:
+            return self._train()
+        except Exception:
+            self._checkpoints.finish_writes()
+            raise
+
+    def _train(self) -> Outcome:
         progress = self.progress
         self.strategy.model.train()
         self._report_start()

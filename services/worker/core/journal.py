@@ -143,6 +143,11 @@ def apply_lines(state: RankState, lines: Iterable[JournalLine]) -> None:
                 state.samples_consumed = line.samples_consumed or state.samples_consumed
 
 
+def have_diverged(ranks: Mapping[int, RankState]) -> bool:
+    """Whether a rank has ended since its state was no longer finite, or not that of the others."""
+    return any(state.ended is not None and state.ended.diverged for state in ranks.values())
+
+
 def apply_last_record(state: RankState, last: MetricsLine) -> None:
     """Fold the last of some records of the ring into the rank's state, unless a line was newer."""
     if state.step is None or last.step >= state.step:

@@ -36,7 +36,7 @@ from services.worker.checkpoints.survivor_state import (
     save_survivor_checkpoints,
     survivor_dir,
 )
-from services.worker.core.journal import JournalSource, RankState
+from services.worker.core.journal import JournalSource, RankState, have_diverged
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.core.rank_environment import NodeEnvironment, build_process_specs, is_command
 from services.worker.core.rank_exits import (
@@ -228,7 +228,7 @@ class GenerationRunner:
                 await cancel_and_wait(keeping)
                 await self._finish_outputs(follower)
                 await cancel_and_wait(staging)
-                await self._upload_rest(stager)
+                await self._upload_rest(follower, stager)
             return await self._decide_report(follower, stager)
 
     # -- prepare ------------------------------------------------------------
@@ -491,11 +491,13 @@ class GenerationRunner:
         """
         return is_command(self.placed.spec) and self._group.has_seen_stop
 
-    async def _upload_rest(self, stager: CheckpointStager) -> None:
+    async def _upload_rest(self, follower: JournalFollower, stager: CheckpointStager) -> None:
         """Upload what the ranks completed, until it is done or the grace of a stop is over."""
         limit_s = math.inf
         if self._requests.remaining_grace_s() is None and first_failure(self._group.exits):
-            limit_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
+            # What has diverged goes on from a committed checkpoint, and nothing else of it stays.
+            is_in_memory = self._survivors.has_newer_state() and not have_diverged(follower.state.ranks)
+            limit_s = 0.0 if is_in_memory else CRASH_UPLOAD_S
         await self._within_grace(stager.stage_rest(), limit_s)
 
     async def _within_grace(self, work: Coroutine[Any, Any, T], limit_s: float = math.inf) -> T | None:
@@ -520,7 +522,7 @@ class GenerationRunner:
 
     async def _decide_report(self, follower: JournalFollower, stager: CheckpointStager) -> Report:
         exits, ranks = self._group.exits, follower.state.ranks
-        if any(state.ended is not None and state.ended.diverged for state in ranks.values()):
+        if have_diverged(ranks):
             await run_in_thread(self._remove_uncommitted_state)
         await self._report_drift(ranks)
         failure = first_own_failure(exits, lambda rank: follower.tail(rank, SEARCHED_LINES))

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,11 @@ class CheckpointWriter:
             self.join()
         finally:
             self._cancelled.clear()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the work has ended, however it ends, or the time is over."""
+        if self._work is not None:
+            wait([self._work], timeout_s)
 
     def join(self) -> None:
         """Wait until everything is on disk."""

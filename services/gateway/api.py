@@ -460,7 +460,13 @@ def _catalog_routes(projection: Projection, settings: GatewaySettings) -> APIRou
 
     @router.get("/models", response_model=views.Models)
     async def get_models(limit: Limit = 100, cursor: str | None = None) -> views.Models:
-        """Registered models by their names, each with its newest version first."""
+        """The versions of all registered models, of each model the newest first."""
+        await projection.catch_up()
+        return await queries.list_versions(store, limit=limit, cursor=cursor)
+
+    @router.get("/registered-models", response_model=views.RegisteredModels)
+    async def get_registered_models(limit: Limit = 100, cursor: str | None = None) -> views.RegisteredModels:
+        """Registered models by their names: champion, aliases, what is served, and whose promotion waits."""
         await projection.catch_up()
         return await queries.list_models(store, limit=limit, cursor=cursor)
 

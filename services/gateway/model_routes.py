@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 
-from contracts import subjects
 from contracts.base import TOKEN_PATTERN
 from contracts.base import Request as BusRequest
-from contracts.events.model import ModelFact, ModelPromoted
 from contracts.events.train import (
     ApproveRequested,
     ConfigureRequested,
@@ -18,7 +16,6 @@ from contracts.events.train import (
     RollbackRequested,
     StageRequested,
 )
-from contracts.state.model import ModelSettings
 from services.gateway import queries, views
 from services.gateway.commands import Commands
 from services.gateway.parameters import Key
@@ -44,22 +41,8 @@ def model_routes(
     @router.get("/models/{name}", response_model=views.ModelDetail)
     async def get_model(name: Name) -> views.ModelDetail:
         """Return a model's versions, gates and aliases, and the runs whose promotion waits for somebody."""
-        settings, known = ModelSettings(), 0
-        for received in await projection.bus.read_history(subjects.model(name)):
-            if isinstance(received.event, ModelFact):
-                settings.apply(received.event)
-                known += isinstance(received.event, ModelPromoted)
-        pending = await queries.pending_promotions(projection.store, name)
-        if not (known or settings.configuration or pending):
-            raise queries.NotFound(f"there is no model {name!r}; GET /models lists them")
-        return views.ModelDetail(
-            model=name,
-            versions=await queries.model_versions(projection.store, name),
-            gates=settings.gates.model_dump(mode="json", exclude_defaults=True),
-            configuration=settings.configuration,
-            aliases={alias: fact.version for alias, fact in settings.aliases.items() if fact.version is not None},
-            pending=pending,
-        )
+        await projection.catch_up()
+        return await queries.get_model(projection.store, name)
 
     def add_action(action: str, kind: type[BusRequest]) -> None:
         async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:

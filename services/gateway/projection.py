@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -135,9 +134,7 @@ class Projection:
 
     async def _fold(self, connection: AsyncConnection, events: list[tuple[Event, At]]) -> None:
         before = await self.store.load(connection, keys(events))
-        after = copy.copy(before)
-        after.runs, after.checkpoints = dict(before.runs), dict(before.checkpoints)
-        after.nodes, after.studies = dict(before.nodes), dict(before.studies)
+        after = before.copy()
         for event, at in events:
             apply(after, event, at)
         await self.store.save(connection, before, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from services.gateway.store import (
     NODES,
     POINTS,
     PROGRESS,
+    REGISTERED,
     RUN_COUNTS,
     RUNS,
     STUDIES,
@@ -45,10 +46,10 @@ NEWEST_RUNS = Order((RUNS.c.requested_at, RUNS.c.run_id), frozenset({"requested_
 NEWEST_DATASETS = Order((DATASETS.c.created_at, DATASETS.c.dataset_id), frozenset({"created_at", "dataset_id"}))
 NEWEST_STUDIES = Order((STUDIES.c.requested_at, STUDIES.c.study_id), frozenset({"requested_at", "study_id"}))
 BY_NODE = Order((NODES.c.node_id,))
-BY_MODEL = Order((MODELS.c.name, MODELS.c.version), frozenset({"version"}))
+BY_VERSION = Order((MODELS.c.name, MODELS.c.version), frozenset({"version"}))
+BY_MODEL = Order((REGISTERED.c.name,))
 #: Stands for any text in a filter.
 ANYTHING = "*"
-SEARCHED_COLUMNS = ("name", "user", "team", "model")
 
 
 #: Runs with how far they are.
@@ -295,36 +296,72 @@ async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> view
     return views.Datasets(datasets=[Dataset(**row) for row in rows], next_cursor=next_cursor)
 
 
-async def list_models(store: Store, *, limit: int, cursor: str | None) -> views.Models:
-    """Registered models, each with its newest version first."""
-    query = sa.select(MODELS).where(*BY_MODEL.conditions(cursor)).order_by(*BY_MODEL.clauses())
-    rows, next_cursor = BY_MODEL.cut(await store.fetch(query.limit(limit + 1)), limit)
-    newest = sa.select(MODELS.c.name, sa.func.max(MODELS.c.version).label("version")).group_by(MODELS.c.name)
-    named = newest.where(MODELS.c.name.in_([row["name"] for row in rows]))
-    champions = {row["name"]: row["version"] for row in await store.fetch(named)}
-    versions = [views.ModelVersion(**row, champion=champions[row["name"]] == row["version"]) for row in rows]
+async def list_versions(store: Store, *, limit: int, cursor: str | None) -> views.Models:
+    """The versions of all models, of each the newest first."""
+    query = sa.select(MODELS).where(*BY_VERSION.conditions(cursor)).order_by(*BY_VERSION.clauses())
+    rows, next_cursor = BY_VERSION.cut(await store.fetch(query.limit(limit + 1)), limit)
+    champions = await _champions(store, [row["name"] for row in rows])
+    versions = [views.ModelVersion(**row, champion=champions[row["name"]].version == row["version"]) for row in rows]
     return views.Models(models=versions, next_cursor=next_cursor)
 
 
-async def model_versions(store: Store, name: str) -> list[views.ModelVersion]:
+async def list_models(store: Store, *, limit: int, cursor: str | None) -> views.RegisteredModels:
+    """Registered models by their names, also those that have gates or candidates alone."""
+    query = sa.select(REGISTERED).where(*BY_MODEL.conditions(cursor)).order_by(*BY_MODEL.clauses())
+    rows, next_cursor = BY_MODEL.cut(await store.fetch(query.limit(limit + 1)), limit)
+    names = [row["name"] for row in rows]
+    champions, pending = await _champions(store, names), await _pending_promotions(store, names)
+    models = [
+        views.RegisteredModel.model_validate(
+            {**row, "model": row["name"], "champion": champions.get(row["name"]), "pending": pending[row["name"]]}
+        )
+        for row in rows
+    ]
+    return views.RegisteredModels(models=models, next_cursor=next_cursor)
+
+
+async def get_model(store: Store, name: str) -> views.ModelDetail:
+    """One model with its versions, the newest first.
+
+    Raises:
+        NotFound: there is none of this name.
+    """
+    rows = await store.fetch(sa.select(REGISTERED).where(REGISTERED.c.name == name))
+    if not rows:
+        raise NotFound(f"there is no model {name!r}; GET /registered-models lists them")
+    versions = await _model_versions(store, name)
+    pending = await _pending_promotions(store, [name])
+    champion = versions[0] if versions else None
+    fields = {**rows[0], "model": name, "champion": champion, "versions": versions, "pending": pending[name]}
+    return views.ModelDetail.model_validate(fields)
+
+
+async def _champions(store: Store, names: Sequence[str]) -> dict[str, views.ModelVersion]:
+    """The newest version of each model, which is its champion."""
+    newest = sa.select(MODELS.c.name, sa.func.max(MODELS.c.version).label("version")).where(MODELS.c.name.in_(names))
+    champion = newest.group_by(MODELS.c.name).subquery()
+    same = sa.and_(MODELS.c.name == champion.c.name, MODELS.c.version == champion.c.version)
+    rows = await store.fetch(sa.select(MODELS).join(champion, same))
+    return {row["name"]: views.ModelVersion(**row, champion=True) for row in rows}
+
+
+async def _model_versions(store: Store, name: str) -> list[views.ModelVersion]:
     """The versions of one model, the newest first."""
     rows = await store.fetch(sa.select(MODELS).where(MODELS.c.name == name).order_by(MODELS.c.version.desc()))
     return [views.ModelVersion(**row, champion=number == 0) for number, row in enumerate(rows)]
 
 
-async def pending_promotions(store: Store, model: str) -> list[views.PendingPromotion]:
-    """The runs whose promotion waits for somebody, the oldest first."""
-    query = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.verdict, RUNS.c.verdict_reason)
-    query = query.where(RUNS.c.model == model, RUNS.c.verdict.startswith(AWAITING)).order_by(RUNS.c.ended_at)
-    return [
-        views.PendingPromotion(
-            run_id=row["run_id"],
-            name=row["name"],
-            awaits=row["verdict"].removeprefix(AWAITING),
-            reason=row["verdict_reason"],
+async def _pending_promotions(store: Store, models: Sequence[str]) -> dict[str, list[views.PendingPromotion]]:
+    """Model -> the runs whose promotion waits for somebody, the oldest first."""
+    columns = (RUNS.c.run_id, RUNS.c.name, RUNS.c.model, RUNS.c.verdict, RUNS.c.verdict_reason)
+    query = sa.select(*columns).where(begins_with(RUNS.c.verdict, AWAITING), RUNS.c.model.in_(models))
+    found: dict[str, list[views.PendingPromotion]] = defaultdict(list)
+    for row in await store.fetch(query.order_by(RUNS.c.ended_at)):
+        awaits, reason = row["verdict"].removeprefix(AWAITING), row["verdict_reason"]
+        found[row["model"]].append(
+            views.PendingPromotion(run_id=row["run_id"], name=row["name"], awaits=awaits, reason=reason)
         )
-        for row in await store.fetch(query)
-    ]
+    return found
 
 
 async def states(store: Store) -> dict[str, int]:

@@ -26,12 +26,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from services.gateway.core.fold import Keys, Rows
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run, Study
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, RegisteredModel, Run, Study
 
 log = structlog.get_logger(__name__)
 
 #: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
@@ -105,6 +105,7 @@ RUNS = _table(
         ("requested_at", "run_id"),
         ("name", "requested_at", "run_id"),
         ("evaluates", "requested_at"),
+        ("verdict",),
         *((column, "requested_at", "run_id") for column in ("state", "user", "team", "model")),
     ],
 )
@@ -124,6 +125,7 @@ NODES = _table("nodes", Node, ("node_id",))
 STUDIES = _table("studies", Study, ("study_id",), [("requested_at", "study_id")])
 DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id")])
 MODELS = _table("models", Model, ("name", "version"))
+REGISTERED = _table("registered_models", RegisteredModel, ("name",))
 POINTS = _table("points", Point, ("run_id", "kind", "name", "node_id", "step"), [("time",)])
 EVENTS = sa.Table(
     "events",
@@ -277,7 +279,7 @@ class Store:
         )
 
     async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
-        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, STUDIES, DATASETS, MODELS, POINTS):
+        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, STUDIES, DATASETS, MODELS, REGISTERED, POINTS):
             await connection.execute(table.delete())
         await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
         if keep_events_to:
@@ -290,12 +292,14 @@ class Store:
 
     async def load(self, connection: AsyncConnection, keys: Keys) -> Rows:
         """The existing rows that ``keys`` name."""
+        registered = await _rows(connection, REGISTERED, RegisteredModel, REGISTERED.c.name, keys.registered)
         return Rows(
             runs={r.run_id: r for r in await _rows(connection, RUNS, Run, RUNS.c.run_id, keys.runs)},
             checkpoints={
                 c.uri: c for c in await _rows(connection, CHECKPOINTS, Checkpoint, CHECKPOINTS.c.uri, keys.checkpoints)
             },
             nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
+            registered={m.name: m for m in registered},
             studies={s.study_id: s for s in await _rows(connection, STUDIES, Study, STUDIES.c.study_id, keys.studies)},
         )
 
@@ -314,6 +318,7 @@ class Store:
         await self.upsert(connection, STUDIES, _changed_rows(before.studies, after.studies))
         await self.upsert(connection, DATASETS, after.datasets.values())
         await self.upsert(connection, MODELS, after.models.values())
+        await self.upsert(connection, REGISTERED, _changed_rows(before.registered, after.registered))
 
     async def _count(self, connection: AsyncConnection, before: list[Run | None], after: list[Run]) -> None:
         """Bring the counts of runs from what the rows were to what they are."""

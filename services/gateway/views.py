@@ -490,18 +490,32 @@ class PendingPromotion(View):
     reason: str | None
 
 
-class ModelDetail(View):
-    """Everything about one registered model."""
+class RegisteredModel(View):
+    """A registered model as it stands."""
 
     model: str
-    #: The newest first.
-    versions: list[ModelVersion]
+    #: None: no run was promoted yet.
+    champion: ModelVersion | None
+    aliases: dict[str, int]
+    #: The version that answers requests; None: none does. And why it is not the champion.
+    served_version: int | None
+    serving_problem: str
     #: Those that are set.
     gates: dict[str, Any]
     #: Version of the gates; 0: none were ever set.
     configuration: int
-    aliases: dict[str, int]
     pending: list[PendingPromotion]
+
+
+class RegisteredModels(Page):
+    models: list[RegisteredModel]
+
+
+class ModelDetail(RegisteredModel):
+    """Everything about one registered model."""
+
+    #: The newest first.
+    versions: list[ModelVersion]
 
 
 class AcceptedNodeRequest(View):

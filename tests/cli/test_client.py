@@ -15,7 +15,7 @@ import pytest_asyncio
 import trainbus
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.model import ModelPromoted
+from contracts.events.model import ModelPromoted, ModelStaged
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
     CheckpointRef,
@@ -38,6 +38,7 @@ from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import find_checkpoint, pin_checkpoint, select_checkpoints
 from trainbus.client.errors import NotFoundError, RunFailedError, StackUnreachableError, UsageError
+from trainbus.client.models import find_model
 from trainbus.client.submission import locate_task
 from trainbus.task import Task
 
@@ -116,6 +117,25 @@ async def test_events_and_logs_come_in_order(client: AsyncClient, bus: Bus) -> N
     await bus.publish(RunCompleted(run_id=RUN, generation=1))
     assert (await anext(following)).event.fact == "completed"
     await following.aclose()
+
+
+async def test_a_version_of_a_model_is_found_by_its_number_and_by_an_alias(client: AsyncClient, bus: Bus) -> None:
+    for version in (1, 2, 3):
+        promoted = ModelPromoted(model="m", version=version, run_id=f"r{version}", checkpoint_uri="s3://models/m.json")
+        await bus.publish(promoted)
+    await bus.publish(ModelStaged(model="m", alias="staging", version=2, run_id="r2", request_id="q"))
+    record = await find_model(client.connection, "m")
+    assert record.champion is not None
+    found = {name: record.find(name).run_id for name in ("", "champion", "staging", "1", "v2")}
+    assert found == {"": "r3", "champion": "r3", "staging": "r2", "1": "r1", "v2": "r2"}
+    plain = record.to_plain()
+    assert (plain["champion"], plain["aliases"], len(plain["versions"])) == (3, {"staging": 2}, 3)
+    with pytest.raises(NotFoundError, match="no version 'old'; there is: 1, 2, 3, staging"):
+        record.find("old")
+    with pytest.raises(NotFoundError, match="there is no model 'n'; there are m"):
+        await find_model(client.connection, "n")
+    with pytest.raises(UsageError, match="'a/b' is no name of a model"):
+        await find_model(client.connection, "a/b")
 
 
 async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:

@@ -1,68 +1,17 @@
-"""Models on the client's side: the fold of their facts, changes of gates, and the chain that a trace verifies."""
+"""Models on the client's side: changes of gates, and the chain that a trace verifies."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contracts.base import Event
-from contracts.envelope import Envelope
-from contracts.events.model import ModelApproved, ModelConfigured, ModelPromoted, ModelStaged
-from contracts.events.run import RunNotPromoted, RunPromotionPending
 from contracts.spec.gates import ModelGates, SliceGate
 from services.kit.store.objects import ObjectStore
-from trainbus.client.errors import NotFoundError, UsageError
-from trainbus.client.models import change_gates, fold_models
-from trainbus.client.stored_event import StoredEvent
+from trainbus.client.errors import UsageError
+from trainbus.client.models import change_gates
 from trainbus.client.trace import _trace_code, _trace_sources
-
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-def stored(*events: Event) -> list[StoredEvent]:
-    return [
-        StoredEvent(number, event.subject, Envelope(str(number), "test", event.type, NOW), event)
-        for number, event in enumerate(events, start=1)
-    ]
-
-
-def promoted(version: int, run_id: str, rollback: bool = False) -> ModelPromoted:
-    uri = f"s3://models/{run_id}"
-    return ModelPromoted(model="m", version=version, run_id=run_id, checkpoint_uri=uri, rollback=rollback)
-
-
-def pending(run_id: str) -> RunPromotionPending:
-    return RunPromotionPending(run_id=run_id, model="m", awaits="approval", reason="approve it")
-
-
-def test_a_model_is_what_its_facts_add_up_to() -> None:
-    [record] = fold_models(
-        stored(
-            promoted(1, "ra"),
-            promoted(2, "rb"),
-            ModelStaged(model="m", alias="staging", version=2, run_id="rb", request_id="1"),
-            ModelStaged(model="m", alias="old", version=1, run_id="ra", request_id="2"),
-            ModelStaged(model="m", alias="old", request_id="3"),
-            ModelConfigured(model="m", version=1, gates=ModelGates(approval=True)),
-            ModelConfigured(model="m", version=2, gates=ModelGates(approval=True, confidence=0.9)),
-            pending("rc"),
-            pending("rd"),
-            ModelApproved(model="m", run_id="rd", approved=False),
-            RunNotPromoted(run_id="rd", model="m", reason="declined"),
-        )
-    ).values()
-    assert record.champion is not None
-    assert (record.champion.version, record.find("staging").run_id, record.find("1").run_id) == (2, "rb", "ra")
-    assert (record.find("").version, record.find("v2").version) == (2, 2)
-    assert (record.settings.configuration, record.settings.gates.confidence) == (2, 0.9)
-    assert list(record.pending) == ["rc"]
-    assert record.to_plain()["aliases"] == {"staging": 2}
-    with pytest.raises(NotFoundError, match="no version 'old'; there is: 1, 2, staging"):
-        record.find("old")
-
 
 CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = {
     "set": (ModelGates(), ["confidence=0.95", "approval=true"], [], ModelGates(confidence=0.95, approval=True)),

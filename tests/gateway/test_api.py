@@ -21,7 +21,7 @@ from contracts.envelope import Envelope
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.dataset import DatasetSharded
-from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
+from contracts.events.model import ModelConfigured, ModelDeployFailed, ModelPromoted, ModelStaged
 from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
 from contracts.events.study import StudyAccepted, StudyCompleted, StudyRejected, StudyStopped
@@ -339,24 +339,30 @@ async def test_nodes_datasets_and_models_come_in_pages(gateway: Running, bus: Bu
         )
     listed = {
         "nodes": [f"n{number}" for number in range(5)],
+        "registered-models": ["m0", "m1"],
         "models": [("m0", 3, True), ("m0", 2, False), ("m0", 1, False), ("m1", 2, True), ("m1", 1, False)],
         "datasets": [f"{number}" * 64 for number in (4, 3, 2, 1, 0)],
     }
-    fields = {"nodes": ("node_id",), "models": ("name", "version", "champion"), "datasets": ("dataset_id",)}
+    fields = {
+        "registered-models": ("model",),
+        "nodes": ("node_id",),
+        "models": ("name", "version", "champion"),
+        "datasets": ("dataset_id",),
+    }
     for kind, expected in listed.items():
         found: list[Any] = []
         query: dict[str, Any] = {"limit": 2}
         while True:
             page = await gateway.get(f"/{kind}", params=query)
-            keys = [tuple(each[name] for name in fields[kind]) for each in page[kind]]
-            assert len(keys) == min(2, 5 - len(found))
+            keys = [tuple(each[name] for name in fields[kind]) for each in page[kind.rpartition("-")[2]]]
+            assert len(keys) == min(2, len(expected) - len(found))
             found += [key if len(key) > 1 else key[0] for key in keys]
             query["cursor"] = page["next_cursor"]
             if query["cursor"] is None:
                 break
         assert found == expected
         everything = await gateway.get(f"/{kind}")
-        assert (len(everything[kind]), everything["next_cursor"]) == (5, None)
+        assert (len(everything[kind.rpartition("-")[2]]), everything["next_cursor"]) == (len(expected), None)
 
 
 async def test_studies_are_listed_as_their_facts_add_up(gateway: Running, bus: Bus) -> None:
@@ -673,21 +679,37 @@ async def test_another_web_site_cannot_act_through_a_visitors_browser(gateway: R
 
 async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, bus: Bus) -> None:
     promoted = ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri="s3://models/x")
+    again = promoted.model_copy(update={"version": 2, "run_id": "r2", "metrics": {"accuracy": 0.9}})
     staged = ModelStaged(model="digits", alias="staging", version=1, run_id=RUN, request_id="q")
+    removed = [
+        ModelStaged(model="digits", alias="old", version=1, run_id=RUN, request_id="q1"),
+        ModelStaged(model="digits", alias="old", request_id="q2"),
+    ]
+    failed = ModelDeployFailed(
+        model="digits", version=2, run_id="r2", stage="golden", reason="other answers", serving_version=1
+    )
+    older = ModelConfigured(model="digits", version=1, gates=ModelGates(exact=True))
     gates = ModelGates(confidence=0.95, approval=True)
     accepted = RunAccepted(run_id="rwaits", spec=EVALUATED_SPEC, request_id="1", request_source="t")
     pending = RunPromotionPending(run_id="rwaits", model="digits", awaits="approval", reason="approve it")
-    configured = ModelConfigured(model="digits", version=1, gates=gates)
-    await publish(bus, promoted, staged, configured, accepted, pending)
+    configured = ModelConfigured(model="digits", version=2, gates=gates)
+    await publish(bus, promoted, again, staged, *removed, failed, older, configured, accepted, pending)
     found: dict[str, Any] = {}
     async with asyncio.timeout(60):
         while not found.get("pending"):
             found = (await gateway.client.get("/models/digits")).json()
             await asyncio.sleep(0.05)
-    assert [(each["version"], each["champion"]) for each in found["versions"]] == [(1, True)]
-    assert (found["gates"], found["configuration"]) == ({"confidence": 0.95, "approval": True}, 1)
+    assert [(each["version"], each["champion"]) for each in found["versions"]] == [(2, True), (1, False)]
+    assert (found["gates"], found["configuration"]) == ({"confidence": 0.95, "approval": True}, 2)
     assert found["aliases"] == {"staging": 1}
     assert [(each["run_id"], each["awaits"]) for each in found["pending"]] == [("rwaits", "approval")]
+    assert (found["served_version"], found["serving_problem"]) == (
+        1,
+        "version 2 is not served (golden): other answers",
+    )
+    assert (await gateway.get("/registered-models"))["models"] == [
+        {name: value for name, value in found.items() if name != "versions"}
+    ]
     assert (await gateway.client.get("/training-runs/rwaits")).json()["verdict"] == "awaiting_approval"
     assert (await gateway.client.get("/models/none")).status_code == 404
 

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 #: A run's id, the unique start of one, or its name; or what ``submit`` and ``run`` return.
+#: What a model has of its champion.
+CHAMPION_FIELDS = ("version", "run_id", "metrics", "reason", "promoted_at", "checkpoint_uri")
 RunRef = str | SubmittedRun | RunView
 #: Seconds for which the scheduler's answer to a request is awaited.
 ANSWER_TIMEOUT_S = 5.0
@@ -403,7 +405,19 @@ class AsyncClient:
 
     async def models(self) -> list[ModelView]:
         """Return the champion of each registered model."""
-        return list(runs.fold_events(await self.connection.read(subjects.model())).models.values())
+        from trainbus.client.models import list_models
+
+        found = [(each, each.champion) for each in await list_models(self.connection)]
+        return [
+            ModelView(
+                each.model,
+                **{name: getattr(champion, name) for name in CHAMPION_FIELDS},
+                served_version=each.served_version,
+                serving_problem=each.serving_problem,
+            )
+            for each, champion in found
+            if champion is not None
+        ]
 
     async def drain(self, node_id: str, reason: str = "drained by request", *, user: str | None = None) -> str | None:
         """Take a node out of use and return the scheduler's answer, None if it has not answered after 5 s.

@@ -1,35 +1,27 @@
-"""Registered models: their versions, gates, aliases and candidates, read from the log; and requests about them."""
+"""Registered models: their versions, gates, aliases and candidates, read from the gateway; and requests about them."""
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from contracts import subjects
-from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelFact, ModelPromoted
-from contracts.events.run import RunNotPromoted, RunPromoted, RunPromotionPending
+from contracts.base import TOKEN_PATTERN
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
-from contracts.state.model import ModelSettings, champion_of
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
-from trainbus.client.stored_event import StoredEvent
+from trainbus.client.run_list import read_metrics, read_time
 
-#: The facts that the view of a model is folded from.
-FACTS = (
-    subjects.model(),
-    *(
-        subjects.fact("run", subjects.WILDCARD, event.fact)
-        for event in (RunPromotionPending, RunPromoted, RunNotPromoted)
-    ),
-)
+#: Models that are asked for at a time.
+PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +38,35 @@ class ModelVersion:
     promoted_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class PendingPromotion:
+    """A run that passed every other gate, and what its promotion waits for: approval or reproduction."""
+
+    run_id: str
+    awaits: str
+    reason: str
+
+
 @dataclass(slots=True)
 class ModelRecord:
-    """A registered model as the log has it."""
+    """A registered model as it stands."""
 
     model: str
+    #: The oldest first; in a list of models, the champion alone.
     versions: list[ModelVersion] = field(default_factory=list)
-    settings: ModelSettings = field(default_factory=ModelSettings)
-    #: Run -> the fact that says what its promotion waits for.
-    pending: dict[str, RunPromotionPending] = field(default_factory=dict)
+    gates: ModelGates = field(default_factory=ModelGates)
+    #: Version of the gates; 0: none were ever set.
+    configuration: int = 0
+    #: Alias -> version.
+    aliases: dict[str, int] = field(default_factory=dict)
+    pending: list[PendingPromotion] = field(default_factory=list)
     #: The version that answers requests, and why it is not a newer one.
     served_version: int | None = None
     serving_problem: str = ""
 
     @property
     def champion(self) -> ModelVersion | None:
-        return champion_of(self.versions)
+        return self.versions[-1] if self.versions else None
 
     def find(self, name: str) -> ModelVersion:
         """Return the version that a number or an alias names; ``champion`` and '' are the present one.
@@ -73,81 +78,76 @@ class ModelRecord:
             if self.champion is None:
                 raise NotFoundError(f"model {self.model} has no champion yet: `trainbus models show {self.model}`")
             return self.champion
-        staged = self.settings.aliases.get(name)
-        number = str(staged.version) if staged else name.removeprefix("v")
+        number = str(self.aliases[name]) if name in self.aliases else name.removeprefix("v")
         found = next((each for each in self.versions if str(each.version) == number), None)
         if found is None:
-            there = ", ".join([*(str(each.version) for each in self.versions[-20:]), *self.settings.aliases])
+            there = ", ".join([*(str(each.version) for each in self.versions[-20:]), *self.aliases])
             raise NotFoundError(f"model {self.model} has no version {name!r}; there is: {there or 'none'}")
         return found
 
     def to_plain(self) -> dict[str, Any]:
         """Return the model as JSON."""
-        champion = self.champion
-        return {
-            "model": self.model,
-            "champion": champion.version if champion else None,
-            "versions": self.versions,
-            "gates": self.settings.gates.model_dump(mode="json", exclude_defaults=True),
-            "configuration": self.settings.configuration,
-            "served_version": self.served_version,
-            "serving_problem": self.serving_problem,
-            "aliases": {alias: fact.version for alias, fact in self.settings.aliases.items()},
-            "pending": [
-                {"run_id": run_id, "awaits": fact.awaits, "reason": fact.reason}
-                for run_id, fact in self.pending.items()
-            ],
-        }
+        gates = self.gates.model_dump(mode="json", exclude_defaults=True)
+        champion = self.champion.version if self.champion is not None else None
+        return {**{name.name: getattr(self, name.name) for name in fields(self)}, "gates": gates, "champion": champion}
 
 
-def fold_models(events: Iterable[StoredEvent]) -> dict[str, ModelRecord]:
-    """Fold facts, in the order of the log."""
-    found: dict[str, ModelRecord] = {}
-    for stored in events:
-        event = stored.event
-        if not isinstance(event, ModelFact | RunPromotionPending | RunPromoted | RunNotPromoted):
-            continue
-        record = found.setdefault(event.model, ModelRecord(event.model))
-        match event:
-            case ModelPromoted():
-                names = ("version", "run_id", "checkpoint_uri", "dataset_id", "metrics", "reason", "rollback")
-                fields = {name: getattr(event, name) for name in names}
-                record.versions.append(ModelVersion(**fields, promoted_at=stored.time))
-                record.pending.pop(event.run_id, None)
-            case RunPromotionPending():
-                record.pending[event.run_id] = event
-            case RunPromoted() | RunNotPromoted():
-                record.pending.pop(event.run_id, None)
-            case ModelDeployed():
-                record.served_version, record.serving_problem = event.version, ""
-            case ModelDeployFailed():
-                record.served_version = event.serving_version
-                record.serving_problem = f"version {event.version} is not served ({event.stage}): {event.reason}"
-            case ModelFact():
-                record.settings.apply(event)
-    return found
-
-
-async def read_models(connection: Connection) -> dict[str, ModelRecord]:
-    """Return the registered models by their names; also those that have gates or candidates alone."""
-    found = fold_models(await connection.read(*FACTS))
-    return {
-        name: record
-        for name, record in sorted(found.items())
-        if record.versions or record.pending or record.settings.configuration
-    }
+async def list_models(connection: Connection) -> list[ModelRecord]:
+    """Return the registered models by their names, each with its champion; also those that have candidates alone."""
+    found: list[ModelRecord] = []
+    wanted: dict[str, Any] = {"limit": PAGE}
+    while True:
+        page = await connection.get("/registered-models", wanted)
+        found += map(_read_model, page["models"])
+        if page["next_cursor"] is None:
+            return found
+        wanted["cursor"] = page["next_cursor"]
 
 
 async def find_model(connection: Connection, name: str) -> ModelRecord:
-    """Return one model.
+    """Return one model with all its versions.
 
     Raises:
         NotFoundError: there is none of this name.
     """
-    known = await read_models(connection)
-    if name not in known:
-        raise NotFoundError(f"there is no model {name!r}; there are {', '.join(known) or 'none'}")
-    return known[name]
+    check_model(name)
+    try:
+        return _read_model(await connection.get(f"/models/{name}"))
+    except NotFoundError as error:
+        known = ", ".join(each.model for each in await list_models(connection))
+        raise NotFoundError(f"there is no model {name!r}; there are {known or 'none'}") from error
+
+
+def check_model(name: str) -> str:
+    """Return a model's name.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    if not re.match(TOKEN_PATTERN, name):
+        raise UsageError(f"{name!r} is no name of a model: letters, digits, - and _, at most 128")
+    return name
+
+
+def _read_model(found: Mapping[str, Any]) -> ModelRecord:
+    champion = found["champion"]
+    versions = found["versions"][::-1] if "versions" in found else [champion] if champion is not None else []
+    return ModelRecord(
+        found["model"],
+        [_read_version(each) for each in versions],
+        ModelGates.model_validate(found["gates"]),
+        found["configuration"],
+        found["aliases"],
+        [PendingPromotion(each["run_id"], each["awaits"], each["reason"] or "") for each in found["pending"]],
+        found["served_version"],
+        found["serving_problem"],
+    )
+
+
+def _read_version(found: Mapping[str, Any]) -> ModelVersion:
+    taken = {each.name: found[each.name] for each in fields(ModelVersion)}
+    promoted_at = read_time(found["promoted_at"])
+    return ModelVersion(**taken | {"metrics": read_metrics(found["metrics"]), "promoted_at": promoted_at})
 
 
 def change_gates(gates: ModelGates, changes: Iterable[str], removals: Iterable[str] = ()) -> ModelGates:

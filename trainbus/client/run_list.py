@@ -119,12 +119,12 @@ def read_summary(found: Mapping[str, Any]) -> RunView:
         setattr(view, name, found[name] or "")
     slots, waiting, evaluation = found["slots"], found["waiting"], found["evaluation"] or {}
     view.slots_min, view.slots_max, view.slots_got = slots["min"], slots["max"], slots["got"]
-    view.requested_at, view.ended_at = _read_time(found["requested_at"]), _read_time(found["ended_at"])
+    view.requested_at, view.ended_at = read_time(found["requested_at"]), read_time(found["ended_at"])
     view.reason = found["reason"] or (waiting["message"] if waiting is not None else "")
     view.params, view.nodes, view.resizes = found["params"], tuple(found["nodes"]), tuple(found["sizes"])
-    view.metrics = _read_metrics(found["metrics"])
-    view.evaluation = _read_metrics(evaluation.get("metrics") or {})
-    view.champion = _read_metrics(evaluation.get("champion_metrics") or {})
+    view.metrics = read_metrics(found["metrics"])
+    view.evaluation = read_metrics(evaluation.get("metrics") or {})
+    view.champion = read_metrics(evaluation.get("champion_metrics") or {})
     view.metric = found["evaluation_metric"]
     view.verdict, view.verdict_reason = _describe_verdict(found), found["verdict_reason"] or ""
     if (last := found["last_checkpoint"]) is not None:
@@ -152,16 +152,17 @@ def read_node(found: Mapping[str, Any]) -> NodeView:
         "run_names",
     )  # fmt: skip
     view = NodeView(**{name: found[name] for name in taken})
-    view.joined_at, view.reason = _read_time(found["joined_at"]), found["reason"] or ""
+    view.joined_at, view.reason = read_time(found["joined_at"]), found["reason"] or ""
     view.drain = None if found["drain"] is None else NodeDrain.model_validate(found["drain"])
     view.busy = {each["slot"]: (each["run_id"], each["rank"]) for each in found["busy"]}
     return view
 
 
-def _read_metrics(found: Mapping[str, Any]) -> dict[str, float]:
+def read_metrics(found: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics whose NaN and infinity travel as text."""
     return {name: float(value) for name, value in found.items()}
 
 
-def _read_time(text: str | None) -> datetime | None:
+def read_time(text: str | None) -> datetime | None:
+    """Return a time of an answer."""
     return None if text is None else datetime.fromisoformat(text)

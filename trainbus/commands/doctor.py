@@ -38,6 +38,7 @@ from trainbus.embedded.layout import AUTOSCALER, SERVICES, WORKER
 from trainbus.embedded.servers import ServerError, find_binary
 
 if TYPE_CHECKING:
+    from trainbus.client.models import ModelRecord
     from trainbus.operate.connection import Connection
 
 Grade = Literal["ok", "note", "missing"]
@@ -218,7 +219,7 @@ async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResu
             found = await asyncio.gather(*(_presence(connection, name, is_needed=name in needed) for name in names))
             # What a stack on this machine was started with is not its operator's choice.
             unused = await _unused_policy(connection) if address.data_dir is None else []
-            results = [*found, *unused, *await _pending_promotions(connection)]
+            results = [*found, *unused, *await _pending_promotions(address)]
             return results if WORKER in checked else [*results, await _nodes(connection)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
@@ -231,14 +232,16 @@ async def _unused_policy(connection: Connection) -> list[CheckResult]:
     return [CheckResult("policy", "note", unused, "take it from the scheduler's environment")] if unused else []
 
 
-async def _pending_promotions(connection: Connection) -> list[CheckResult]:
-    """Name the models whose next champion waits for a person; nothing if none does."""
-    from trainbus.client.models import FACTS, fold_models
+async def _pending_promotions(address: StackAddress) -> list[CheckResult]:
+    """Name the models whose next champion waits for a person; nothing if none does, or the gateway is away."""
+    from trainbus.client.connection import connect
+    from trainbus.client.models import list_models
 
-    models = fold_models(await connection.read(*FACTS)).values()
-    waiting = [
-        f"{each.model}: {run_id} awaits {fact.awaits}" for each in models for run_id, fact in each.pending.items()
-    ]
+    models: list[ModelRecord] = []
+    with contextlib.suppress(TrainbusError):
+        async with connect(address) as connection:
+            models = await list_models(connection)
+    waiting = [f"{model.model}: {each.run_id} awaits {each.awaits}" for model in models for each in model.pending]
     if not waiting:
         return []
     more = f" and {len(waiting) - MAX_NAMED_PROMOTIONS} more" if len(waiting) > MAX_NAMED_PROMOTIONS else ""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from contracts import subjects
-from contracts.base import TOKEN_PATTERN
 from contracts.texts import describe
-from trainbus.client.errors import UsageError
+from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.commands import render
 from trainbus.commands.options import DataDir, Json, Run, StackName, choose_data_dir, command, user_name, with_client
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Models: list and show them, promote, roll back, approve, stage, and set their gates.")
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the registered model.")]
+
+def _check_name(name: str) -> str:
+    from trainbus.client.models import check_model
+
+    return check_model(name)
+
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the registered model.", callback=_check_name)]
 Reason = Annotated[str, typer.Option(help="Why; it is written into the log.")]
 
 
@@ -43,14 +50,14 @@ async def ls(client: AsyncClient, as_json: Json = False) -> None:
 
 
 async def _list(client: AsyncClient, *, as_json: bool, only_champions: bool = False) -> None:
-    from trainbus.client.models import read_models
+    from trainbus.client.models import list_models
 
     if as_json and only_champions:
         print(render.as_json(await client.models()))
         return
-    found = await read_models(client.connection)
+    found = await list_models(client.connection)
     if as_json:
-        print(render.as_json([record.to_plain() for record in found.values()]))
+        print(render.as_json([record.to_plain() for record in found]))
     elif not found:
         print("no champions yet: a run with `evaluation` competes for one")
     else:
@@ -59,11 +66,11 @@ async def _list(client: AsyncClient, *, as_json: bool, only_champions: bool = Fa
             print(f"they answer at {client.address.serving_url} (POST /predict/MODEL; /docs has their fields)")
 
 
-def _print_models(found: dict[str, ModelRecord]) -> None:
+def _print_models(found: Sequence[ModelRecord]) -> None:
     columns = ("model", "version", "run", "metrics", "aliases", "since", "served")
     table = render.table(*columns, right=("version", "since", "served"))
     now = render.utc_now()
-    for record in found.values():
+    for record in found:
         champion = record.champion
         table.add_row(
             record.model,
@@ -75,7 +82,7 @@ def _print_models(found: dict[str, ModelRecord]) -> None:
             "-" if record.served_version is None else f"v{record.served_version}",
         )
     render.console().print(table)
-    for record in found.values():
+    for record in found:
         if record.serving_problem:
             render.console().print(
                 f"[yellow]{record.model}:[/] {render.escape(record.serving_problem)}", soft_wrap=True
@@ -84,16 +91,17 @@ def _print_models(found: dict[str, ModelRecord]) -> None:
 
 
 def _aliases(record: ModelRecord) -> str:
-    return ", ".join(f"{alias}=v{fact.version}" for alias, fact in sorted(record.settings.aliases.items()))
+    return ", ".join(f"{alias}=v{version}" for alias, version in sorted(record.aliases.items()))
 
 
 def _print_pending(record: ModelRecord) -> None:
-    for run_id, fact in record.pending.items():
+    for each in record.pending:
+        run_id = each.run_id
         step = f"trainbus models approve {record.model} {run_id}"
-        if fact.awaits == "reproduction":
+        if each.awaits == "reproduction":
             step = f"trainbus reproduce {run_id}"
         render.console().print(
-            f"[yellow]{run_id} awaits {fact.awaits}[/] for {record.model}: `{step}` "
+            f"[yellow]{run_id} awaits {each.awaits}[/] for {record.model}: `{step}` "
             f"(its report: `trainbus report {run_id}`)",
             soft_wrap=True,
         )
@@ -111,7 +119,7 @@ async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
     table = render.table("version", "run", "metrics", "reason", "since", right=("version", "since"))
     now, champion = render.utc_now(), record.champion
     for each in reversed(record.versions):
-        marks = [alias for alias, fact in record.settings.aliases.items() if fact.version == each.version]
+        marks = [alias for alias, version in record.aliases.items() if version == each.version]
         label = ", ".join((["champion"] if each is champion else []) + sorted(marks))
         back = "rolled back: " if each.rollback else ""
         table.add_row(
@@ -129,9 +137,9 @@ async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
 def _print_gates(record: ModelRecord) -> None:
     from trainbus.commands import toml_writer
 
-    plain = record.settings.gates.model_dump(mode="json", exclude_defaults=True)
+    plain = record.gates.model_dump(mode="json", exclude_defaults=True)
     if plain:
-        print(f"gates (version {record.settings.configuration}):")
+        print(f"gates (version {record.configuration}):")
         print("".join(f"  {line}\n" if line else "" for line in toml_writer.dumps(plain).splitlines()), end="")
     else:
         print(f"no gates of its own; a run's `evaluation` decides (`trainbus models gates {record.model} --set ...`)")
@@ -143,13 +151,12 @@ async def promote(
 ) -> None:
     """Make a run's result the champion, whatever the gates found."""
     from contracts.events.train import PromoteRequested
-    from trainbus.client.models import read_models
 
     run_id = await client.find_run(run)
-    known = (await read_models(client.connection)).get(model)
+    known = await _find_model(client, model)
     if known is not None and known.champion is not None and known.champion.run_id == run_id:
         raise UsageError(f"run {run_id} is the champion of {model} already (version {known.champion.version})")
-    await _request(client, PromoteRequested(model=_checked(model), run_id=run_id, reason=reason), model, as_json)
+    await _request(client, PromoteRequested(model=model, run_id=run_id, reason=reason), model, as_json)
 
 
 @command(app)
@@ -159,7 +166,7 @@ async def rollback(
     """Make the champion before the present one champion again."""
     from contracts.events.train import RollbackRequested
 
-    await _request(client, RollbackRequested(model=_checked(model), reason=reason), model, as_json)
+    await _request(client, RollbackRequested(model=model, reason=reason), model, as_json)
 
 
 @command(app)
@@ -175,9 +182,7 @@ async def approve(
     from contracts.events.train import ApproveRequested
 
     run_id = await client.find_run(run)
-    request = ApproveRequested(
-        model=_checked(model), run_id=run_id, approved=not decline, reason=reason, user=user_name()
-    )
+    request = ApproveRequested(model=model, run_id=run_id, approved=not decline, reason=reason, user=user_name())
     await _request(client, request, model, as_json)
 
 
@@ -219,20 +224,20 @@ async def gates(
 ) -> None:
     """Show a model's gates, or change them: `--set confidence=0.95 --set slices.class.max_regression=0.02`."""
     from contracts.events.train import ConfigureRequested
-    from trainbus.client.models import ModelRecord, change_gates, read_models
+    from trainbus.client.models import ModelRecord, change_gates
 
-    record = (await read_models(client.connection)).get(model) or ModelRecord(model)
+    record = await _find_model(client, model) or ModelRecord(model)
     if changes or unset:
-        made = change_gates(record.settings.gates, changes or (), unset or ())
+        made = change_gates(record.gates, changes or (), unset or ())
         request = ConfigureRequested(
-            model=_checked(model),
+            model=model,
             gates=made,
-            replaces=record.settings.configuration,
+            replaces=record.configuration,
             reason=reason,
             user=user_name(),
         )
         fact = await _request(client, request, model, as_json=False, quiet=True)
-        record.settings.apply(fact)
+        record.gates, record.configuration = fact.gates, fact.version
     if as_json:
         plain = record.to_plain()
         print(render.as_json({name: plain[name] for name in ("model", "gates", "configuration")}))
@@ -252,15 +257,13 @@ async def _request(client: AsyncClient, request: Any, model: str, as_json: bool,
     return fact
 
 
-def _checked(model: str) -> str:
-    """Return a model's name.
+async def _find_model(client: AsyncClient, name: str) -> ModelRecord | None:
+    """Return a model, None if nothing is known of it yet."""
+    from trainbus.client.models import find_model
 
-    Raises:
-        UsageError: it cannot be one.
-    """
-    if not re.match(TOKEN_PATTERN, model):
-        raise UsageError(f"{model!r} is no name of a model: letters, digits, - and _, at most 128")
-    return model
+    with suppress(NotFoundError):
+        return await find_model(client.connection, name)
+    return None
 
 
 def _validated(request: Any, fields: dict[str, Any]) -> Any:

@@ -13,7 +13,14 @@ from contracts import exactness
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.dataset import DatasetSharded
-from contracts.events.model import ModelPromoted
+from contracts.events.model import (
+    ModelConfigured,
+    ModelDeployed,
+    ModelDeployFailed,
+    ModelFact,
+    ModelPromoted,
+    ModelStaged,
+)
 from contracts.events.node import NodeFact, NodeJoined, NodeNotice
 from contracts.events.run import (
     CheckpointRef,
@@ -41,7 +48,7 @@ from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunFields
 from contracts.state.node import incarnations_before, next_drain, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run, Study
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, RegisteredModel, Run, Study
 
 R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
@@ -77,7 +84,12 @@ class Rows:
     nodes: dict[str, Node] = field(default_factory=dict)
     datasets: dict[str, Dataset] = field(default_factory=dict)
     models: dict[tuple[str, int], Model] = field(default_factory=dict)
+    registered: dict[str, RegisteredModel] = field(default_factory=dict)
     studies: dict[str, Study] = field(default_factory=dict)
+
+    def copy(self) -> Rows:
+        """Return rows that can be changed without these."""
+        return Rows(**{each.name: dict(getattr(self, each.name)) for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,7 @@ class Keys:
     runs: set[str] = field(default_factory=set)
     checkpoints: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
+    registered: set[str] = field(default_factory=set)
     studies: set[str] = field(default_factory=set)
 
 
@@ -102,6 +115,8 @@ def keys(events: Iterable[tuple[Event, At]]) -> Keys:
             found.nodes.add(event.node_id)
         elif isinstance(event, StudyFact):
             found.studies.add(event.study_id)
+        if isinstance(event, ModelFact | RunPromotionPending):
+            found.registered.add(event.model)
         if isinstance(event, CheckpointDeleted):
             found.checkpoints.add(event.uri)
     return found
@@ -132,6 +147,9 @@ def apply(rows: Rows, event: Event, at: At) -> None:
         rows.datasets[event.dataset_id] = _dataset(event)
     elif isinstance(event, ModelPromoted):
         rows.models[event.model, event.version] = _model(event, at)
+    if isinstance(event, ModelFact | RunPromotionPending):
+        known_model = rows.registered.get(event.model) or RegisteredModel(event.model)
+        rows.registered[event.model] = fold_model(known_model, event)
 
 
 def request_hash(spec: TrainRequested) -> str:
@@ -424,6 +442,25 @@ def fold_study(study: Study | None, fact: StudyFact, at: At) -> Study | None:
             return replace(study, state=fact.fact, reason=fact.reason, best=best)
         case _:
             return study
+
+
+def fold_model(model: RegisteredModel, fact: ModelFact | RunPromotionPending) -> RegisteredModel:
+    """Return the model after ``fact``, its versions apart."""
+    match fact:
+        case ModelConfigured() if fact.version > model.configuration:
+            gates = fact.gates.model_dump(mode="json", exclude_defaults=True)
+            return replace(model, gates=gates, configuration=fact.version)
+        case ModelStaged():
+            others = {alias: version for alias, version in model.aliases.items() if alias != fact.alias}
+            named = {} if fact.version is None else {fact.alias: fact.version}
+            return replace(model, aliases=others | named)
+        case ModelDeployed():
+            return replace(model, served_version=fact.version, serving_problem="")
+        case ModelDeployFailed():
+            problem = f"version {fact.version} is not served ({fact.stage}): {fact.reason}"
+            return replace(model, served_version=fact.serving_version, serving_problem=problem)
+        case _:
+            return model
 
 
 def _notice(fact: NodeNotice) -> str:

@@ -197,6 +197,21 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A registered model without its versions: what people have set for it, and what of it is served."""
+
+    name: str
+    #: The gates that are set; ``configuration`` is their version, 0: none were ever set.
+    gates: dict[str, Any] = field(default_factory=dict)
+    configuration: int = 0
+    #: Alias -> the version that it names.
+    aliases: dict[str, int] = field(default_factory=dict)
+    #: The version that answers requests; None: none does. And why it is not the champion.
+    served_version: int | None = None
+    serving_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """One value of one metric. ``kind`` system is measured by a node and placed by second, not by step."""
 

@@ -301,8 +301,15 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         return page.model_copy(update={"counts": await queries.count_runs(store, wanted)}) if counts else page
 
     @router.get("/training-runs/{run}", response_model=views.RunDetail)
-    async def get_run(run: str) -> views.RunDetail:
+    async def get_run(
+        run: str,
+        fresh: Annotated[
+            bool, Query(description="wait until all that was published before is in the answer, for a known id too")
+        ] = False,
+    ) -> views.RunDetail:
         """Everything about one run."""
+        if fresh:
+            await projection.catch_up_with_progress()
         return await queries.run_detail(store, await find_run(projection, run))
 
     @router.get("/training-runs/{run}/curves", response_model=views.Curves)

@@ -178,6 +178,13 @@ class Projection:
             self._next_look = asyncio.create_task(self._look_after(self._look))
         return await asyncio.shield(self._next_look)
 
+    async def catch_up_with_progress(self) -> None:
+        """Wait as ``catch_up`` does, and for what runs have reported of their training."""
+        await self.catch_up()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_S):
+                await self._wait_for_end(PROGRESS)
+
     async def _look_after(self, earlier: asyncio.Task[bool] | None) -> bool:
         if earlier is not None:
             await asyncio.wait([earlier])

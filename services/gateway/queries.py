@@ -11,8 +11,9 @@ import sqlalchemy as sa
 import structlog
 
 from contracts.best_checkpoint import find_best, find_ranking_metric
+from contracts.pace import TrainingPace
 from contracts.spec.run import RunSpec
-from contracts.state.node import drain_in_force
+from contracts.state.node import GONE_STATES, drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
 from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
@@ -41,6 +42,8 @@ Row = Mapping[Any, Any]
 MAX_COUNTED_VALUES = 100
 #: Nodes named where a node is not known.
 MAX_NAMED_NODES = 20
+#: Newest points of a curve that a run's speed is measured by.
+MAX_PACE_POINTS = 600
 #: The orders of the lists.
 NEWEST_RUNS = Order((RUNS.c.requested_at, RUNS.c.run_id), frozenset({"requested_at", "run_id"}))
 NEWEST_DATASETS = Order((DATASETS.c.created_at, DATASETS.c.dataset_id), frozenset({"created_at", "dataset_id"}))
@@ -177,10 +180,32 @@ async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str,
 
 async def run_detail(store: Store, row: Row) -> views.RunDetail:
     """Everything about a run, with its timeline."""
-    facts = await run_facts(store, row["run_id"])
-    best = find_best_checkpoint(row, await checkpoints(store, row["run_id"]))
-    timeline = [fact.model_dump() for fact in facts]
-    return views.RunDetail.model_validate({**views.run_fields(row), "best_checkpoint": best, "timeline": timeline})
+    facts, found = await run_facts(store, row["run_id"]), await checkpoints(store, row["run_id"])
+    last = (row["checkpoint"] or {}).get("uri")
+    fields = {
+        **views.run_fields(row),
+        "best_checkpoint": find_best_checkpoint(row, found),
+        "state_digest": next((each.state_digest for each in found if each.uri == last), None),
+        "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,
+        "timeline": [fact.model_dump() for fact in facts],
+    }
+    return views.RunDetail.model_validate(fields)
+
+
+async def _measure_pace(store: Store, row: Row) -> float | None:
+    """How many steps a second a run has trained in the last minute, by the times of one of its metrics."""
+    query = sa.select(POINTS.c.time, POINTS.c.step, POINTS.c.name).where(
+        POINTS.c.run_id == row["run_id"],
+        POINTS.c.kind == "training",
+        POINTS.c.name == min(row["latest"] or {}, default=""),
+        POINTS.c.node_id == "",
+        POINTS.c.generation == row["generation"],
+    )
+    points = await store.fetch(query.order_by(POINTS.c.step.desc()).limit(MAX_PACE_POINTS))
+    pace = TrainingPace()
+    for point in reversed(points):
+        pace.add(point["time"], point["step"])
+    return pace.steps_per_s
 
 
 async def run_facts(store: Store, run_id: str, after: int = 0, limit: int | None = None) -> list[views.Fact]:
@@ -265,6 +290,9 @@ async def list_nodes(store: Store, *, limit: int | None = None, cursor: str | No
     query = sa.select(NODES).where(*BY_NODE.conditions(cursor)).order_by(*BY_NODE.clauses())
     found = await store.fetch(query if limit is None else query.limit(limit + 1))
     rows, next_cursor = BY_NODE.cut(found, limit or len(found))
+    for node_id in (row["node_id"] for row in rows if row["state"] in GONE_STATES):
+        used.pop(node_id, None)  # a run that is being stopped may still have slots there
+        busy.pop(node_id, None)
     held = ((row, used[row["node_id"]]) for row in rows)
     listed = [
         views.Node.model_validate(

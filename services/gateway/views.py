@@ -301,6 +301,10 @@ class RunDetail(RunSummary):
     problems: list[FieldProblem]
     #: None if no checkpoint has a metric that the request names.
     best_checkpoint: BestCheckpoint | None = None
+    #: Of the last checkpoint: the same for the same state on any number of ranks.
+    state_digest: str | None = None
+    #: How fast it has trained in the last minute; None while that is not known.
+    steps_per_s: float | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
     timeline: list[TimelineEntry]
@@ -564,6 +568,9 @@ class AcceptedPolicyRequest(View):
 def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
     """A ``runs`` row in the shape of ``RunSummary``."""
     metrics, evaluation = {**(row["latest"] or {}), **row["metrics"]}, row["evaluation"] or {}
+    # What reports no progress still has the position of its checkpoint.
+    saved = row["checkpoint"] or {}
+    saved_step = 0 if saved.get("step_is_count") else saved.get("step", 0)
     wanted = (row["spec"] or {}).get("evaluation")
     waiting = None
     if row["waiting_message"] is not None:
@@ -582,9 +589,9 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
         "params": (row["spec"] or {}).get("params") or {},
         "nodes": [member["node_id"] for member in row["members"] if not member["released"]],
         "main_metric": choose_main_metric(metrics, evaluation.get("metrics") or {}, wanted and wanted["metric"]),
-        "step": row["step"] or 0,
-        "epoch": row["epoch"] or 0,
-        "samples_consumed": row["samples_consumed"] or 0,
+        "step": max(row["step"] or 0, saved_step, row["reached_step"]),
+        "epoch": max(row["epoch"] or 0, saved.get("epoch", 0)),
+        "samples_consumed": max(row["samples_consumed"] or 0, saved.get("samples_consumed", 0), row["reached_samples"]),
         "restarts": max(row["generation"] - 1, 0),
         "last_checkpoint": row["checkpoint"],
         "waiting": waiting,

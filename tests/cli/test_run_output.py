@@ -30,6 +30,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.pace import TrainingPace
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -39,7 +40,6 @@ from trainbus import AsyncClient
 from trainbus.client import run_list
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
-from trainbus.client.pace import TrainingPace
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import follow_output
 from trainbus.client.views import RunView

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from contracts.events.run import RunAccepted, RunCompleted, RunFailed
 from contracts.spec.run import RunSpec
+from tests.answers import read_answers
 from trainbus.client.errors import UsageError
-from trainbus.client.views import fold_facts
 from trainbus.commands import main, render, run_tables
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -51,8 +51,7 @@ def test_a_run_of_a_hostile_name() -> None:
         RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="s"),
         RunFailed(run_id="r1", generation=1, reason=HOSTILE),
     ]
-    board = fold_facts((number, NOW, fact) for number, fact in enumerate(facts, 1))
-    (view,) = board.runs.values()
+    (view,) = read_answers(*facts).runs.values()
     text = (
         shown(run_tables.render_runs([view], NOW))
         + shown(run_tables.render_run(view))

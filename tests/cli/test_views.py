@@ -1,16 +1,13 @@
-"""The command line's view of the log: a run's life from accepted to champion, and who holds which slot."""
+"""What the command line shows of a run's life, from accepted to champion, and of who holds which slot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.model import ModelPromoted
 from contracts.events.node import NodeJoined, NodeLost, NodeNotice
 from contracts.events.run import (
     CheckpointRef,
@@ -31,15 +28,10 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.spec.run import RunSpec
-from trainbus.client.views import StackView, fold_facts
+from tests.answers import START, read_answers
 from trainbus.commands.run_tables import render_nodes, render_run, render_timeline
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 4})
-
-
-def board(*facts: Any) -> StackView:
-    return fold_facts((number, START + timedelta(seconds=number), fact) for number, fact in enumerate(facts, 1))
 
 
 def accepted(run_id: str = "r1", name: str = "digits") -> RunAccepted:
@@ -93,7 +85,6 @@ LIFE = [
     RunExited(run_id="r1", generation=2, node_id="n1", outcome="succeeded", step=20, metrics={"loss": 0.1}),
     RunCompleted(run_id="r1", generation=2, metrics={"loss": 0.1}),
     RunEvaluated(run_id="r1", evaluation_run_id="e1", metrics={"test/accuracy": 0.9}),
-    ModelPromoted(model="digits", version=1, run_id="r1", checkpoint_uri="s3://models/20"),
     RunPromoted(run_id="r1", model="digits", version=1, reason="first"),
 ]
 #: Facts of the life so far -> (state, slots, busy slots of n0 and n1)
@@ -113,19 +104,18 @@ STAGES = {
 @pytest.mark.parametrize("name", STAGES)
 def test_a_life(name: str) -> None:
     count, state, slots, busy = STAGES[name]
-    now = board(*LIFE[:count])
+    now = read_answers(*LIFE[:count])
     view = now.runs["r1"]
     assert (view.state, view.slots_got) == (state, slots)
     assert (len(now.nodes["n0"].busy), len(now.nodes["n1"].busy)) == busy
 
 
 def test_the_end_of_a_life() -> None:
-    view = board(*LIFE).runs["r1"]
+    view = read_answers(*LIFE).runs["r1"]
     assert (view.resizes, view.restarts, view.step) == ((4, 2), 1, 20)
     assert view.last_checkpoint is not None
     assert view.last_checkpoint.step == 10
     assert (view.evaluation, view.verdict) == ({"test/accuracy": 0.9}, "champion v1")
-    assert board(*LIFE).models["digits"].run_id == "r1"
 
 
 def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +125,7 @@ def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     init = CheckpointRef(uri=uri, step=471, epoch=8, samples_consumed=9)
     began = placed(1, [("n0", (0,))]).model_copy(update={"init": init, "spec": spec})
     first = RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="test")
-    view = board(first, began).runs["r1"]
+    view = read_answers(first, began).runs["r1"]
     Console(width=200).print(render_run(view), render_timeline(view.timeline))
     shown = capsys.readouterr().out
     assert f"weights from  {uri} (without head.*)" in shown
@@ -144,35 +134,43 @@ def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_facts_twice_change_nothing() -> None:
     twice = [fact for fact in LIFE for _ in range(2)]
-    one, two = board(*LIFE).runs["r1"], board(*twice).runs["r1"]
-    assert (one.state, one.step, one.checkpoints, one.verdict) == (two.state, two.step, two.checkpoints, two.verdict)
+    one, two = read_answers(*LIFE).runs["r1"], read_answers(*twice).runs["r1"]
+    assert (one.state, one.step, one.last_checkpoint, one.verdict) == (
+        two.state,
+        two.step,
+        two.last_checkpoint,
+        two.verdict,
+    )
 
 
 def test_a_waiting_run_says_why_and_a_failed_one_too() -> None:
     waiting = RunWaiting(run_id="r1", next_generation=1, code="slots", message="needs 4 slots, 2 are free")
-    assert board(accepted(), RunQueued(run_id="r1", next_generation=1), waiting).runs["r1"].reason == waiting.message
-    failed = board(*LIFE[:6], RunFailed(run_id="r1", generation=1, reason="exit code 1", log_tail=("boom",)))
+    assert (
+        read_answers(accepted(), RunQueued(run_id="r1", next_generation=1), waiting).runs["r1"].reason
+        == waiting.message
+    )
+    failed = read_answers(*LIFE[:6], RunFailed(run_id="r1", generation=1, reason="exit code 1", log_tail=("boom",)))
     assert (failed.runs["r1"].reason, failed.runs["r1"].log_tail) == ("exit code 1", ("boom",))
     assert failed.nodes["n0"].busy == {}
 
 
 def test_a_lost_node_holds_nothing_and_news_of_an_old_life_are_ignored() -> None:
-    now = board(joined("n0"), QUEUED, FULL, NodeLost(node_id="n0", incarnation="i1"))
+    now = read_answers(joined("n0"), QUEUED, FULL, NodeLost(node_id="n0", incarnation="i1"))
     assert (now.nodes["n0"].state, now.nodes["n0"].busy) == ("lost", {})
-    now = board(joined("n0"), joined("n0", "i2"), NodeLost(node_id="n0", incarnation="i1"))
+    now = read_answers(joined("n0"), joined("n0", "i2"), NodeLost(node_id="n0", incarnation="i1"))
     assert now.nodes["n0"].state == "up"
-    again = board(joined("n0"), QUEUED, FULL, joined("n0", "i2", running=(("r1", 1),)))
+    again = read_answers(joined("n0"), QUEUED, FULL, joined("n0", "i2", running=(("r1", 1),)))
     assert len(again.nodes["n0"].busy) == 2
 
 
 def test_the_timeline_sums_checkpoints_up() -> None:
     deleted = CheckpointDeleted(run_id="r1", uri="s3://models/1", step=1, reason="old")
-    now = board(accepted(), committed(1, 1), deleted, committed(1, 2), committed(1, 3), LET_GO[0])
+    now = read_answers(accepted(), committed(1, 1), deleted, committed(1, 2), committed(1, 3), LET_GO[0])
     assert render_timeline(now.runs["r1"].timeline).row_count == 3
 
 
 def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:
-    shown = board(
+    shown = read_answers(
         accepted(),
         placed(1, [("a", (0,))]),
         RunCancelling(run_id="r1", reason="enough"),
@@ -188,7 +186,7 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     stalled = {"node_id": "n1", "rank": 1, "step": 7, "silent_s": 61, "median_step_s": 0.25, "on_stall": "restart"}
     ref = CheckpointRef(uri="s3://models/c.json", step=5, epoch=1, samples_consumed=5)
     node = {"node_id": "n1", "incarnation": "1"}
-    shown = board(
+    shown = read_answers(
         NodeJoined(**node, address="h", slots=2, lease_ttl_s=3),
         accepted().model_copy(update={"spec": spec}),
         QUEUED,
@@ -208,8 +206,8 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     assert "exact (4 logical ranks, environment eeeeeeeeeeee)" in text
     assert "d" * 64 in text
     assert "rank 1 on n1 has made no step for 61 s after step 7 (median 0.25 s a step); the run restarts" in text
-    assert "n1 about to be taken away within 120 s (spot: terminate)" in text
-    again = board(
+    assert "n1 spot: terminate within 120 s" in text
+    again = read_answers(
         accepted().model_copy(update={"spec": spec}),
         QUEUED,
         placed(1, [("n1", (0,))]),

@@ -1,4 +1,4 @@
-"""One life: the reducer, the gateway's fold, the command line's view and the scheduler's cluster agree on it."""
+"""One life: the reducer, the gateway's fold and the scheduler's cluster agree on it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.run import Phase
-from trainbus.client.views import StackView
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
 RUN, SHA = "r1", "ab" * 32
@@ -168,19 +167,17 @@ class History:
 
 
 @given(st.data())
-def test_reducer_gateway_command_line_and_scheduler_agree(data: st.DataObject) -> None:
-    run, cluster, rows, board = RunState(), Cluster(), Rows(), StackView()
+def test_reducer_gateway_and_scheduler_agree(data: st.DataObject) -> None:
+    run, cluster, rows = RunState(), Cluster(), Rows()
     for number, fact in enumerate(History(data).write(), start=1):
         time = START + timedelta(seconds=number)
         schedule(cluster, fact, number, time)
         project(rows, fact, At(number, time.timestamp()))
-        board.apply(number, time, fact)
         run = reduce_run(run, fact)
         if RUN in rows.runs:
-            row, view, scheduled = rows.runs[RUN], board.runs[RUN], cluster.runs[RUN]
+            row, scheduled = rows.runs[RUN], cluster.runs[RUN]
             life = (run.state, run.generation, run.failures)
             assert (row.state, row.generation, row.failures) == life, fact
-            assert (view.state, view.generation, view.failures) == life, fact
             assert (state_of(scheduled), scheduled.generation, scheduled.failures) == life, fact
             assert (row.reason or "", row.next_generation) == (run.reason or "", run.next_generation)
 

@@ -23,7 +23,15 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelConfigured, ModelDeployFailed, ModelPromoted, ModelStaged
 from contracts.events.node import NodeDraining, NodeJoined
-from contracts.events.run import RunAccepted, RunLog, RunPromotionPending, RunQueued, RunWaiting
+from contracts.events.run import (
+    RunAccepted,
+    RunLog,
+    RunPlaced,
+    RunPromotionPending,
+    RunQueued,
+    RunStarted,
+    RunWaiting,
+)
 from contracts.events.study import StudyAccepted, StudyCompleted, StudyRejected, StudyStopped
 from contracts.events.train import (
     AdoptPolicyRequested,
@@ -225,6 +233,19 @@ async def test_events_logs_and_metrics_are_read_by_ranges(gateway: Running, bus:
         assert len(found) > 2 or name == "metrics"
     for limit in (0, 10_001):
         assert (await gateway.client.get(f"{url}/logs?follow=false&limit={limit}")).status_code == 422
+
+
+async def test_a_fresh_answer_has_all_that_was_published_before(gateway: Running, bus: Bus) -> None:
+    states = {RunAccepted: "accepted", RunQueued: "queued", RunPlaced: "placed", RunStarted: "running"}
+    for fact in life()[:6]:
+        await publish(bus, fact)
+        if (state := states.get(type(fact))) is not None:
+            assert (await gateway.get(f"/training-runs/{RUN}", params={"fresh": True}))["state"] == state
+    for step in range(2, 22, 2):  # a step takes a second
+        await publish(bus, progress(1, range(step, step + 2)))
+        found = await gateway.get(f"/training-runs/{RUN}", params={"fresh": True})
+        assert (found["step"], found["metrics"]["train/loss"]) == (step + 1, 1 / (step + 2))
+        assert found["steps_per_s"] == pytest.approx(1.0)
 
 
 async def test_references(gateway: Running, bus: Bus) -> None:

@@ -7,12 +7,15 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
+from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.run import CheckpointRef
+from contracts.problems import join_problems
+from contracts.spec.run import RunSpec
 from contracts.state.node import NodeDrain
 from contracts.state.run import STATES, TERMINAL_STATES
 from trainbus.client.connection import Connection
 from trainbus.client.run_filter import RunFilter
-from trainbus.client.views import AWAITING, NodeView, RunView
+from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
 
 #: Ended runs that a list holds unless all are asked for.
 MAX_ENDED_RUNS = 20
@@ -122,14 +125,34 @@ def read_summary(found: Mapping[str, Any]) -> RunView:
     view.requested_at, view.ended_at = read_time(found["requested_at"]), read_time(found["ended_at"])
     view.reason = found["reason"] or (waiting["message"] if waiting is not None else "")
     view.params, view.nodes, view.resizes = found["params"], tuple(found["nodes"]), tuple(found["sizes"])
+    if view.ended:
+        view.slots_got, view.nodes = 0, ()
     view.metrics = read_metrics(found["metrics"])
     view.evaluation = read_metrics(evaluation.get("metrics") or {})
     view.champion = read_metrics(evaluation.get("champion_metrics") or {})
     view.metric = found["evaluation_metric"]
     view.verdict, view.verdict_reason = _describe_verdict(found), found["verdict_reason"] or ""
-    if (last := found["last_checkpoint"]) is not None:
-        ref = CheckpointRef.model_validate(last)
-        view.checkpoints[ref.uri] = ref
+    if found["last_checkpoint"] is not None:
+        view.last_checkpoint = CheckpointRef.model_validate(found["last_checkpoint"])
+    return view
+
+
+def read_view(found: Mapping[str, Any]) -> RunView:
+    """Return a run from all that the gateway knows of it."""
+    view = read_summary(found)
+    view.steps_per_s, view.state_digest = found["steps_per_s"], found["state_digest"] or ""
+    view.log_tail, view.starts = tuple(found["log_tail"]), found["starts"]
+    if found["problems"]:
+        view.reason = join_problems([(each["field"], each["message"]) for each in found["problems"]])
+    if found["spec"] is not None:
+        view.spec = RunSpec.model_validate(found["spec"])
+        view.logical_ranks = view.spec.training.logical_ranks if view.spec.training else None
+    view.sequence = max((each["sequence"] for each in found["timeline"]), default=0)
+    view.timeline = [
+        TimelineEntry(each["sequence"], datetime.fromisoformat(each["time"]), each["fact"], each["summary"])
+        for each in found["timeline"]
+        if each["type"].startswith("trainbus.run.") and each["type"] != CheckpointStaged.type
+    ]
     return view
 
 

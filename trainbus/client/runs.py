@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from contracts import subjects, topology
 from contracts.events import run
+from contracts.pace import TrainingPace
 from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
-from trainbus.client.pace import TrainingPace
-from trainbus.client.run_list import explain_requested, read_detail, read_summary
+from trainbus.client.run_list import explain_requested, read_view
 from trainbus.client.stored_event import StoredEvent
-from trainbus.client.views import RunView, StackView, fold_facts
+from trainbus.client.views import RunView
 
-#: Messages of PROGRESS that are searched first for a run's position.
-NEWEST_PROGRESS = 200
 #: Messages of LOGS that are searched first for a run's last lines.
 NEWEST_OUTPUT = 200
 #: Facts before which ranks have printed what they had to.
 ENDS: tuple[type[run.RunFact], ...] = (run.RunExited, run.RunReleased, *run.TERMINAL)
+#: Empty batches, a quarter of a second each, after which a fact that the read model lacks is not waited for.
+MAX_RETRIES = 40
 #: Batches without an event, a quarter of a second each, after which the end of a run is looked up.
 IDLE_BATCHES = 2
 
@@ -77,20 +77,38 @@ class MetricPoint(NamedTuple):
     time: datetime
 
 
-def fold_events(messages: Iterable[StoredEvent]) -> StackView:
-    """Return the state that events of the log add up to."""
-    return fold_facts((each.sequence, each.envelope.time, each.event) for each in messages)
-
-
 async def read_run(connection: Connection, run_id: str) -> RunView:
     """Return one run as it stands, with its timeline and its training's position."""
-    view = fold_events(await connection.read(subjects.run(run_id))).runs.get(run_id)
-    if view is None:
-        view = read_summary(await read_detail(connection, run_id))
+    view = read_view(await connection.get(f"/training-runs/{run_id}", {"fresh": True}))
+    if view.state == "requested":
         view.reason = await explain_requested(connection, run_id)
-        return view
-    await add_progress(connection, view)
     return view
+
+
+class FollowedRun:
+    """A run as it goes on: its view is read again as facts about it come."""
+
+    def __init__(self, connection: Connection, run_id: str) -> None:
+        self.view = RunView(run_id)
+        self._connection = connection
+        #: Place in the log of the last fact that has come.
+        self._last = 0
+        self._retries = 0
+
+    async def update(self, batch: Iterable[StoredEvent]) -> None:
+        """Bring the view up to a batch; after an empty one, up to what the read model did not have before."""
+        fresh = [each.sequence for each in batch if isinstance(each.event, run.RunFact)]
+        self._last = max([self._last, *fresh])
+        self._retries = MAX_RETRIES if fresh else self._retries - 1
+        if self.view.sequence < self._last and self._retries > 0:
+            self.view = await read_run(self._connection, self.view.run_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the run has ended and, where one is due, its verdict is out."""
+        view = self.view
+        evaluated = view.spec is not None and view.spec.evaluation is not None
+        return view.ended and (view.state != "completed" or not evaluated or bool(view.verdict))
 
 
 async def read_end(connection: Connection, run_id: str) -> Any | None:
@@ -103,31 +121,20 @@ async def read_end(connection: Connection, run_id: str) -> Any | None:
 
 
 async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple[RunView, list[StoredEvent]]]:
-    """Yield a run's state after each batch of its facts, until it has ended and, where one is due, its verdict is out.
-
-    The state is the same object each time.
-    """
-    state = StackView()
-    view = state.runs[run_id] = RunView(run_id)
+    """Yield a run after each batch of its facts, until it has ended and, where one is due, its verdict is out."""
+    followed = FollowedRun(connection, run_id)
     async for batch in connection.follow(topology.FACTS, subjects.run(run_id)):
-        for message in batch:
-            state.apply(message.sequence, message.envelope.time, message.event)
+        await followed.update(batch)
         if batch:
-            yield view, batch
-        if _is_settled(view):
+            yield followed.view, batch
+        if followed.is_settled:
             return
-
-
-def _is_settled(view: RunView) -> bool:
-    """Whether a run has ended and, where one is due, its verdict is out."""
-    evaluated = view.spec is not None and view.spec.evaluation is not None
-    return view.ended and (view.state != "completed" or not evaluated or bool(view.verdict))
 
 
 async def follow_output(
     connection: Connection, run_id: str, rank: int | None = 0
 ) -> AsyncGenerator[tuple[RunView, list[StoredEvent]], None]:
-    """Yield a run's state after each batch of its facts, its progress or its output, until ``follow_run`` ends.
+    """Yield a run after each batch of its facts, its progress or its output, until ``follow_run`` ends.
 
     Facts and progress of the preparation of its data, whose id is the run's, are among them.
 
@@ -140,16 +147,14 @@ async def follow_output(
     }
     facts = subjects.run(run_id), subjects.fact("dataset", run_id, subjects.WILDCARD)
     position = dict.fromkeys(sources, 0)
-    state = StackView()
-    view = state.runs[run_id] = RunView(run_id)
-    pace = TrainingPace()
+    followed, pace = FollowedRun(connection, run_id), TrainingPace()
 
-    def fold(stream: topology.Stream, batch: list[StoredEvent]) -> None:
+    async def apply(stream: topology.Stream, batch: list[StoredEvent]) -> None:
+        if stream is topology.FACTS:
+            await followed.update(batch)
         for message in batch:
-            if stream is topology.FACTS:
-                state.apply(message.sequence, message.envelope.time, message.event)
-            elif isinstance(message.event, run.RunProgress) and message.event.kind == "training":
-                apply_progress(view, message.event, pace)
+            if isinstance(message.event, run.RunProgress) and message.event.kind == "training":
+                apply_progress(followed.view, message.event, pace)
             if stream in position:
                 position[stream] = message.sequence
 
@@ -160,12 +165,12 @@ async def follow_output(
             # A node publishes all output of its ranks before it reports their end.
             for other, filters in sources.items() if is_end else ():
                 rest = await connection.read(*filters, stream=other, start_sequence=position[other] + 1)
-                fold(other, rest)
-                yield view, rest
+                await apply(other, rest)
+                yield followed.view, rest
             fresh = [each for each in batch if stream not in position or each.sequence > position[stream]]
-            fold(stream, fresh)
-            yield view, fresh
-            if _is_settled(view):
+            await apply(stream, fresh)
+            yield followed.view, fresh
+            if followed.is_settled:
                 return
 
 
@@ -245,44 +250,15 @@ async def wait_for_event(
     return None
 
 
-async def add_progress(connection: Connection, view: RunView) -> None:
-    """Bring the view of a run up to where its training is now, or was last. A run's own results stand."""
-    subject = subjects.progress(view.run_id)
-    # An ended run has what its last training reported, however often it was restarted after that.
-    least = 0 if view.ended else view.generation
-    results = dict(view.metrics) if view.ended else {}
-    last = await connection.read_last(topology.PROGRESS, subject)
-    if last is None or last.event.generation < least:
-        return
-    reach = NEWEST_PROGRESS
-    while True:
-        # The newest messages may be measurements of the node, and each message has some of the metrics only.
-        start = max(1, last.sequence - reach)
-        messages = await connection.read(subject, stream=topology.PROGRESS, start_sequence=start)
-        trained: list[run.RunProgress] = [
-            each.event for each in messages if each.event.kind == "training" and each.event.generation >= least
-        ]
-        older_ones_remain = start > 1 and (not messages or messages[0].event.generation >= least)
-        if trained or not older_ones_remain:
-            break
-        reach *= 10
-    pace = TrainingPace()
-    for event in trained:
-        apply_progress(view, event, pace)
-    view.metrics.update(results)
-
-
-def apply_progress(view: RunView, event: run.RunProgress, pace: TrainingPace | None = None) -> None:
+def apply_progress(view: RunView, event: run.RunProgress, pace: TrainingPace) -> None:
     """Bring a view up to what its training has reported; ``pace`` measures its speed."""
     view.step = max(view.step, event.step)
     view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
     view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
     for point in event.points:
         view.metrics.update(point.values)
-        if pace is not None:
-            pace.add(point.time, point.step)
-    if pace is not None:
-        view.steps_per_s = pace.steps_per_s
+        pace.add(point.time, point.step)
+    view.steps_per_s = pace.steps_per_s
 
 
 async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[MetricPoint]]:

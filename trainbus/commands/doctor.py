@@ -220,7 +220,7 @@ async def _check_bus(address: StackAddress, checked: set[str]) -> list[CheckResu
             # What a stack on this machine was started with is not its operator's choice.
             unused = await _unused_policy(connection) if address.data_dir is None else []
             results = [*found, *unused, *await _pending_promotions(address)]
-            return results if WORKER in checked else [*results, await _nodes(connection)]
+            return results if WORKER in checked else [*results, await _nodes(address)]
     except TrainbusError as error:
         return [CheckResult("services", "missing", str(error), "start them: trainbus up, or trainbus service NAME")]
 
@@ -285,11 +285,16 @@ async def _has_pools(connection: Connection) -> bool:
     return adopted is not None and bool(adopted.event.policy.pools.pools)
 
 
-async def _nodes(connection: Connection) -> CheckResult:
-    from trainbus.client.runs import fold_events
+async def _nodes(address: StackAddress) -> CheckResult:
+    from trainbus.client.connection import connect
+    from trainbus.client.run_list import list_nodes
 
-    nodes = fold_events(await connection.read(subjects.node())).nodes.values()
-    up = sum(each.state == "up" for each in nodes)
+    try:
+        async with connect(address) as connection:
+            up = sum(each.state == "up" for each in await list_nodes(connection))
+    except TrainbusError:
+        remedy = "start it: trainbus service gateway"
+        return CheckResult("nodes", "note", "not known: the gateway does not answer", remedy)
     if up:
         return CheckResult("nodes", "ok", f"{up} up")
     return CheckResult("nodes", "missing", "none is up: no run can start", "start one: trainbus service worker")

@@ -31,9 +31,9 @@ from trainbus.client.reproduction import (
     plan_reproduction,
 )
 from trainbus.client.run_files import read_digests_of
-from trainbus.client.runs import read_end
+from trainbus.client.runs import FollowedRun, read_end
 from trainbus.client.stored_event import StoredEvent
-from trainbus.client.views import RunView, StackView
+from trainbus.client.views import RunView
 from trainbus.commands import render
 
 #: Exit codes; 2 is a run that cannot be reproduced.
@@ -103,7 +103,6 @@ class ReproductionScreen:
     def __init__(self, run_id: str, planned: ReproductionPlan, *, quiet: bool) -> None:
         self.view, self.planned = RunView(run_id), planned
         self.comparison = RunComparison(planned.wanted, planned.kept)
-        self._state = StackView(runs={run_id: self.view})
         self._console = render.console()
         self._quiet = quiet
         self.live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not quiet else None
@@ -121,8 +120,7 @@ class ReproductionScreen:
         return self.live if self.live is not None else nullcontext()
 
     def update(self, message: StoredEvent) -> None:
-        """Fold one fact and show the change."""
-        self._state.apply(message.sequence, message.envelope.time, message.event)
+        """Compare what a fact has, and show the change."""
         compared = self.comparison.apply(message.event)
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
@@ -161,12 +159,17 @@ def _line_of(compared: StateComparison) -> str:
 
 async def _follow_reproduction(connection: Connection, screen: ReproductionScreen) -> None:
     """Follow the second training until the comparison is complete or the run has ended."""
+    followed = FollowedRun(connection, screen.view.run_id)
     with screen.open():
         async for batch in connection.follow(topology.FACTS, subjects.run(screen.view.run_id)):
+            await followed.update(batch)
+            screen.view = followed.view
             for message in batch:
                 screen.update(message)
-                if screen.is_over:
+                if screen.comparison.is_decided:
                     return
+            if screen.is_over:
+                return
 
 
 async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: ReproductionScreen) -> ReproductionResult:

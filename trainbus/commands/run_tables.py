@@ -22,6 +22,8 @@ from trainbus.commands.render import escape
 
 #: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130
+#: What only the view of a single run has.
+DETAILS = ("timeline", "log_tail", "starts", "state_digest", "sequence")
 #: Columns of a list of runs that are there where they are empty too.
 ALWAYS_SHOWN = ("run", "name", "state", "slots", "step", "age")
 
@@ -34,7 +36,7 @@ def run_to_plain(view: RunView) -> dict[str, Any]:
 
 def summarize_run(view: RunView) -> dict[str, Any]:
     """Return a run for lists: without its timeline, environments and output."""
-    return {name: value for name, value in run_to_plain(view).items() if name not in ("timeline", "log_tail", "starts")}
+    return {name: value for name, value in run_to_plain(view).items() if name not in DETAILS}
 
 
 def render_runs(views: Iterable[RunView], now: datetime, width: int = render.PLAIN_WIDTH) -> Group:
@@ -137,7 +139,7 @@ def render_run(view: RunView, links: Mapping[str, str] | None = None) -> Table:
         ("exactness", format_exactness(view)),
         ("dataset", view.dataset_id or ""),
         ("checkpoint", f"{format_point(last)}: {last.uri}" if last else ""),
-        ("state digest", view.state_digests.get(last.uri, "") if last else ""),
+        ("state digest", view.state_digest),
         ("metrics", render.numbers(view.metrics)),
         ("evaluation", render.numbers(view.evaluation)),
         ("champion was", render.numbers(view.champion)),
@@ -196,7 +198,7 @@ def format_exactness(view: RunView) -> str:
     """Return whether the run is exact to the bit, on how many logical ranks and in which environment, or why not."""
     if view.exactness != "exact":
         return f"{view.exactness} [dim]({escape(view.exactness_reason)})[/]" if view.exactness else ""
-    digests = sorted({start.environment_digest[:12] for start in view.starts if start.environment_digest})
+    digests = sorted({start["environment_digest"][:12] for start in view.starts if start["environment_digest"]})
     environment = f", environment {', '.join(digests)}" if digests else ""
     return f"[green]exact[/] [dim]({view.logical_ranks} logical ranks{environment})[/]"
 

@@ -208,10 +208,11 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunStarted():
             return _merge_started(run, fact, at)
         case RunReleased():
-            return {"members": _release(run, fact.node_id)}
+            return {"members": _release(run, fact.node_id), **_reached(run, fact)}
         case RunExited():
             return {
                 "members": _release(run, fact.node_id),
+                **_reached(run, fact),
                 "log_tail": list(fact.log_tail) or run.log_tail,
                 # Until the run has completed, which is once what its ranks staged is committed.
                 "artifacts": [artifact.model_dump() for artifact in fact.artifacts] or run.artifacts,
@@ -319,6 +320,13 @@ def _clear_waiting() -> dict[str, Any]:
 
 def _release(run: Run, node_id: str) -> list[dict[str, Any]]:
     return [{**m, "released": True} if m["node_id"] == node_id else m for m in run.members]
+
+
+def _reached(run: Run, fact: RunReleased | RunExited) -> dict[str, Any]:
+    return {
+        "reached_step": max(run.reached_step, fact.step),
+        "reached_samples": max(run.reached_samples, fact.samples_consumed),
+    }
 
 
 def _newer(have: dict[str, Any] | None, found: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -83,6 +83,9 @@ class Run:
     evaluation: dict[str, Any] | None = None
     log_tail: list[str] = field(default_factory=list)
     artifacts: list[dict[str, Any]] = field(default_factory=list)
+    #: How far its ranks said they were when they ended: reports of progress are kept for some days alone.
+    reached_step: int = 0
+    reached_samples: int = 0
     #: Sequence of the last fact folded in.
     sequence: int = 0
 

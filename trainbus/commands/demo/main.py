@@ -24,19 +24,21 @@ from typing import Any
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
-from contracts.events import dataset, run
+from contracts.events import dataset, model, node, run
+from contracts.pace import TrainingPace
 from services.kit.concurrency import cancel_and_wait
 from trainbus.client.address import StackAddress, find_data_dir
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.runs import apply_progress, fold_events
+from trainbus.client.runs import apply_progress, read_run
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import upload_package
-from trainbus.client.views import RunView, StackView
+from trainbus.client.views import RunView
 from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.project import BROKEN_TASK, EXAMPLE, HELD_TASK, describe_holds, pack_demo_project
-from trainbus.commands.demo.screen import Screen
+from trainbus.commands.demo.screen import Board, Screen
 from trainbus.commands.demo.served_model import ServedDemo, Wait, show_answer, show_refusal
 from trainbus.embedded.launch import (
     READY_TIMEOUT_S,
@@ -57,11 +59,6 @@ SILENCE_S = 90.0
 #: second is reached.
 HALF_WAY, SHRINKS_AT, GROWS_AT = 0.4, 0.5, 0.8
 STRAGGLER_FACTOR = 20.0
-#: Facts by which runs hold slots of nodes and give them back.
-RUN_FACTS = tuple(
-    subjects.fact("run", subjects.WILDCARD, name)
-    for name in ("accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued")
-)
 FIRST, SECOND, BROKEN = "digits", "digits-urgent", "digits-broken"
 #: Long enough for a second run in the middle, short enough to watch.
 TRAINING = {
@@ -83,7 +80,7 @@ BROKEN_TRAINING = {"max_steps": 2, "global_batch": 64, "seed": 3}
 class Demo:
     """The demo's state."""
 
-    stack_view: StackView
+    board: Board
     screen: Screen
     first: str = ""
     second: str = ""
@@ -95,7 +92,7 @@ class Demo:
     problems: list[str] = field(default_factory=list)
 
     def view(self, run_id: str) -> RunView:
-        return self.stack_view.runs.get(run_id) or RunView(run_id)
+        return self.board.runs.get(run_id) or RunView(run_id)
 
     @property
     def is_finished(self) -> bool:
@@ -147,8 +144,8 @@ def run_demo_on_running_stack(data_dir: Path | None) -> int:
 
 
 def _demo() -> Demo:
-    stack_view = StackView()
-    return Demo(stack_view, Screen(stack_view, render.console()))
+    board = Board()
+    return Demo(board, Screen(board, render.console()))
 
 
 def _check_example() -> None:
@@ -208,13 +205,13 @@ async def _play_demo(demo: Demo, data_dir: Path | None, scans: Future[dict[str, 
     async with AsyncClient(data_dir) as client:
         connection = client.connection
         start = await connection.last_sequence(topology.FACTS) + 1
-        known = fold_events(await connection.read(*RUN_FACTS, subjects.node(), subjects.model()))
-        demo.stack_view.nodes, demo.stack_view.models, demo.stack_view.runs = known.nodes, known.models, known.runs
+        await _read_nodes(demo, client)
+        await _read_models(demo, client)
         await _fill_lake(demo, client.address, scans)
         code = await _upload_code(demo, client.address)
         changed = asyncio.Event()
         followers = [
-            asyncio.create_task(_follow_facts(demo, connection, start, changed)),
+            asyncio.create_task(_follow_facts(demo, client, start, changed)),
             asyncio.create_task(_follow_progress(demo, connection, changed)),
             asyncio.create_task(_redraw(demo)),
         ]
@@ -260,12 +257,12 @@ async def _request_run(demo: Demo, address: StackAddress, body: dict[str, Any]) 
 
 async def _show_serving(demo: Demo, client: AsyncClient, scans: dict[str, bytes], wait: Wait) -> None:
     """See the champion answer, and a broken promotion refused."""
-    url, view = client.address.serving_url or "", demo.stack_view
+    url, board = client.address.serving_url or "", demo.board
     demo.served = ServedDemo()
-    await show_answer(demo.served, view, demo.screen, url, scans, wait)
+    await show_answer(demo.served, board, demo.screen, url, scans, wait)
     await wait(lambda: demo.view(demo.broken).ended)
     if demo.view(demo.broken).state == "completed":
-        await show_refusal(demo.served, view, demo.screen, client.connection, url, demo.broken, scans, wait)
+        await show_refusal(demo.served, board, demo.screen, client.connection, url, demo.broken, scans, wait)
 
 
 def broken_request(code: dict[str, Any]) -> dict[str, Any]:
@@ -321,10 +318,19 @@ async def _publish(address: StackAddress, body: dict[str, Any]) -> str:
     return run_id_for(ANONYMOUS_SOURCE, f"{ack.stream}:{ack.seq}")
 
 
-async def _follow_facts(demo: Demo, connection: Connection, start: int, changed: asyncio.Event) -> None:
-    async for batch in connection.follow(topology.FACTS, start_sequence=start):
+async def _read_nodes(demo: Demo, client: AsyncClient) -> None:
+    demo.board.nodes = await client.nodes()
+
+
+async def _read_models(demo: Demo, client: AsyncClient) -> None:
+    demo.board.models = {each.model: each for each in await client.models()}
+
+
+async def _follow_facts(demo: Demo, client: AsyncClient, start: int, changed: asyncio.Event) -> None:
+    async for batch in client.connection.follow(topology.FACTS, start_sequence=start):
+        if batch:
+            await _update_board(demo, client, batch)
         for message in batch:
-            demo.stack_view.apply(message.sequence, message.envelope.time, message.event)
             demo.screen.on_event(message)
             if isinstance(message.event, dataset.DatasetIngested):
                 demo.quarantined[message.event.ingestion_id] = sum(kind.count for kind in message.event.quarantined)
@@ -332,15 +338,27 @@ async def _follow_facts(demo: Demo, connection: Connection, start: int, changed:
             changed.set()
 
 
+async def _update_board(demo: Demo, client: AsyncClient, batch: list[StoredEvent]) -> None:
+    """Read again what facts are about."""
+    facts = [message.event for message in batch]
+    for run_id in dict.fromkeys(fact.run_id for fact in facts if isinstance(fact, run.RunFact)):
+        demo.board.runs[run_id] = await read_run(client.connection, run_id)
+    if any(isinstance(fact, run.RunFact | node.NodeFact) for fact in facts):
+        await _read_nodes(demo, client)
+    if any(isinstance(fact, model.ModelFact) for fact in facts):
+        await _read_models(demo, client)
+
+
 async def _follow_progress(demo: Demo, connection: Connection, changed: asyncio.Event) -> None:
     start = await connection.last_sequence(topology.PROGRESS) + 1
+    paces: dict[str, TrainingPace] = {}
     async for batch in connection.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
         for message in batch:
             event: run.RunProgress = message.event
-            view = demo.stack_view.runs.get(event.run_id)
+            view = demo.board.runs.get(event.run_id)
             if view is None or event.kind != "training" or event.generation < view.generation:
                 continue
-            apply_progress(view, event)
+            apply_progress(view, event, paces.setdefault(event.run_id, TrainingPace()))
             demo.screen.on_progress(view)
             # Measurements of the node do not count: they come from a hanging run, too.
             changed.set()
@@ -405,7 +423,7 @@ def _is_settled(view: RunView) -> bool:
 
 def _check(demo: Demo) -> list[str]:
     """Return what the demo promises and did not show."""
-    stack_view, problems = demo.stack_view, []
+    problems: list[str] = []
     for called, run_id in ((FIRST, demo.first), (SECOND, demo.second)):
         view = demo.view(run_id)
         if view.state != "completed":
@@ -426,15 +444,14 @@ def _check(demo: Demo) -> list[str]:
         problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
     if demo.served is not None:
         problems += demo.served.problems()
-    if "digits" not in stack_view.models:
+    if "digits" not in demo.board.models:
         problems.append("the model 'digits' has no champion")
     return problems
 
 
 def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
-    console, stack_view = demo.screen.console, demo.stack_view
-    now = render.utc_now()
-    mine = [view for view in stack_view.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
+    console, now = demo.screen.console, render.utc_now()
+    mine = [view for view in demo.board.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
     console.print()
     console.print(run_tables.render_runs(mine, now))
     first = demo.view(demo.first)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from contracts.texts import describe
-from trainbus.client.views import RunView, StackView
+from trainbus.client.views import ModelView, NodeView, RunView
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
@@ -55,10 +55,19 @@ class Stage:
 
 
 @dataclass(slots=True)
+class Board:
+    """What the gateway has last said of the stack."""
+
+    runs: dict[str, RunView] = field(default_factory=dict)
+    nodes: list[NodeView] = field(default_factory=list)
+    models: dict[str, ModelView] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Screen:
     """The state of the screen; ``draw`` makes it visible."""
 
-    stack_view: StackView
+    board: Board
     console: Console
     stages: list[Stage] = field(default_factory=list)
     #: The runs to show, in order, and how each is called.
@@ -105,7 +114,7 @@ class Screen:
             self.console.print(f"[dim]{self._elapsed():>7}[/] {escape(text)}", soft_wrap=True)
 
     def on_event(self, message: StoredEvent) -> None:
-        """Show an event that the view has folded."""
+        """Show an event."""
         if message.event.fact in HIDDEN_FACTS:
             return
         about = self._about(message)
@@ -141,7 +150,7 @@ class Screen:
     def _runs(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         for number, (run_id, called) in enumerate(self.runs.items()):
-            view = self.stack_view.runs.get(run_id)
+            view = self.board.runs.get(run_id)
             if view is None:
                 grid.add_row(escape(called), "[dim]published[/]", "", "")
                 continue
@@ -159,7 +168,7 @@ class Screen:
     def _nodes(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         colours = {run_id: COLOURS[number % len(COLOURS)] for number, run_id in enumerate(self.runs)}
-        for view in sorted(self.stack_view.nodes.values(), key=lambda each: each.node_id):
+        for view in self.board.nodes:
             boxes = " ".join(
                 f"[{colours.get(view.busy[slot][0], 'yellow')}]■[/]" if slot in view.busy else "[dim]□[/]"
                 for slot in range(view.slots)
@@ -170,7 +179,7 @@ class Screen:
     def _about(self, message: StoredEvent) -> str:
         aggregate, name, _ = message.subject.split(".")
         if aggregate == "run":
-            called = self.runs.get(name) or (self.stack_view.runs[name].name if name in self.stack_view.runs else name)
+            called = self.runs.get(name) or (self.board.runs[name].name if name in self.board.runs else name)
             return f"[cyan]{escape(called)}[/]"
         return f"[dim]{aggregate}[/] [cyan]{escape(name[:12])}[/]"
 

@@ -10,8 +10,7 @@ import httpx
 
 from contracts.events.train import PromoteRequested, RollbackRequested
 from trainbus.client.connection import Connection
-from trainbus.client.views import StackView
-from trainbus.commands.demo.screen import Screen
+from trainbus.commands.demo.screen import Board, Screen
 
 MODEL = "digits"
 #: What a picture's greys are drawn with, from dark to light.
@@ -47,11 +46,11 @@ class ServedDemo:
 
 
 async def show_answer(
-    seen: ServedDemo, view: StackView, screen: Screen, url: str, scans: dict[str, bytes], wait: Wait
+    seen: ServedDemo, board: Board, screen: Screen, url: str, scans: dict[str, bytes], wait: Wait
 ) -> None:
     """Ask the served champion for a drawn digit."""
     stage = screen.stage("served model")
-    await wait(lambda: MODEL in view.models and view.models[MODEL].served_version == view.models[MODEL].version)
+    await wait(lambda: MODEL in board.models and board.models[MODEL].served_version == board.models[MODEL].version)
     name, picture = next((name, body) for name, body in sorted(scans.items()) if name.startswith("7/"))
     seen.digit = name.partition("/")[0]
     seen.answer, seen.version = await ask(url, picture)
@@ -64,7 +63,7 @@ async def show_answer(
 
 async def show_refusal(
     seen: ServedDemo,
-    view: StackView,
+    board: Board,
     screen: Screen,
     connection: Connection,
     url: str,
@@ -74,16 +73,16 @@ async def show_refusal(
 ) -> None:
     """Promote a run that cannot be served, see it refused, and take the promotion back."""
     stage = screen.stage("broken promotion")
-    before = view.models[MODEL].version
+    before = board.models[MODEL].version
     await connection.publish_request(PromoteRequested(model=MODEL, run_id=run_id, reason="the demo breaks something"))
-    await wait(lambda: view.models[MODEL].version > before and bool(view.models[MODEL].serving_problem))
-    seen.refusal = view.models[MODEL].serving_problem
+    await wait(lambda: board.models[MODEL].version > before and bool(board.models[MODEL].serving_problem))
+    seen.refusal = board.models[MODEL].serving_problem
     picture = next(body for name, body in sorted(scans.items()) if name.startswith("7/"))
     seen.answer_after, version = await ask(url, picture)
     # Read before the request: its answer may be here before the request returns.
-    broken = view.models[MODEL].version
+    broken = board.models[MODEL].version
     await connection.publish_request(RollbackRequested(model=MODEL, reason="the demo mends it"))
-    await wait(lambda: view.models[MODEL].version > broken and view.models[MODEL].served_version != version)
+    await wait(lambda: board.models[MODEL].version > broken and board.models[MODEL].served_version != version)
     screen.done(stage, f"{seen.refusal[:160]}; version {version} went on answering, and a rollback mended it")
 
 

@@ -306,11 +306,14 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         fresh: Annotated[
             bool, Query(description="wait until all that was published before is in the answer, for a known id too")
         ] = False,
+        timeline: Annotated[
+            int, Query(ge=0, le=10_000, description="how many of its newest facts the timeline has")
+        ] = queries.MAX_TIMELINE,
     ) -> views.RunDetail:
         """Everything about one run."""
         if fresh:
             await projection.catch_up_with_progress()
-        return await queries.run_detail(store, await find_run(projection, run))
+        return await queries.run_detail(store, await find_run(projection, run), timeline)
 
     @router.get("/training-runs/{run}/curves", response_model=views.Curves)
     async def get_curves(

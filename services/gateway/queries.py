@@ -42,6 +42,8 @@ Row = Mapping[Any, Any]
 MAX_COUNTED_VALUES = 100
 #: Nodes named where a node is not known.
 MAX_NAMED_NODES = 20
+#: Newest facts of a run that its timeline has unless more are asked for.
+MAX_TIMELINE = 1000
 #: Newest points of a curve that a run's speed is measured by.
 MAX_PACE_POINTS = 600
 #: The orders of the lists.
@@ -178,16 +180,20 @@ async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str,
     return {row["value"]: row["runs"] for row in rows}
 
 
-async def run_detail(store: Store, row: Row) -> views.RunDetail:
-    """Everything about a run, with its timeline."""
-    facts, found = await run_facts(store, row["run_id"]), await checkpoints(store, row["run_id"])
+async def run_detail(store: Store, row: Row, timeline: int = MAX_TIMELINE) -> views.RunDetail:
+    """Everything about a run, with its newest ``timeline`` facts."""
+    # Without a timeline, too, the newest fact tells how new the answer is.
+    query = sa.select(EVENTS).where(EVENTS.c.run_id == row["run_id"]).order_by(EVENTS.c.sequence.desc())
+    facts = await store.fetch(query.limit(max(timeline, 1)))
+    found = await checkpoints(store, row["run_id"], are_present=True)
     last = (row["checkpoint"] or {}).get("uri")
     fields = {
         **views.run_fields(row),
         "best_checkpoint": find_best_checkpoint(row, found),
         "state_digest": next((each.state_digest for each in found if each.uri == last), None),
         "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,
-        "timeline": [fact.model_dump() for fact in facts],
+        "sequence": facts[0]["sequence"] if facts else 0,
+        "timeline": [views.timeline_fields(fact) for fact in facts[:timeline][::-1]],
     }
     return views.RunDetail.model_validate(fields)
 
@@ -208,11 +214,10 @@ async def _measure_pace(store: Store, row: Row) -> float | None:
     return pace.steps_per_s
 
 
-async def run_facts(store: Store, run_id: str, after: int = 0, limit: int | None = None) -> list[views.Fact]:
+async def run_facts(store: Store, run_id: str, after: int, limit: int) -> list[views.Fact]:
     """The first ``limit`` facts of a run after a sequence; those of its dataset and model that name it included."""
     query = sa.select(EVENTS).where(EVENTS.c.run_id == run_id, EVENTS.c.sequence > after).order_by(EVENTS.c.sequence)
-    query = query.limit(limit)
-    return [views.Fact.model_validate(views.timeline_fields(row)) for row in await store.fetch(query)]
+    return [views.Fact.model_validate(views.timeline_fields(row)) for row in await store.fetch(query.limit(limit))]
 
 
 async def curves(store: Store, run_id: str, names: list[str], max_points: int) -> views.Curves:
@@ -236,9 +241,11 @@ def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, fl
     return points[::-1][::stride][::-1] if stride > 1 else points
 
 
-async def checkpoints(store: Store, run_id: str) -> list[Checkpoint]:
-    """The run's committed checkpoints, oldest first, deleted ones included."""
+async def checkpoints(store: Store, run_id: str, *, are_present: bool = False) -> list[Checkpoint]:
+    """The run's committed checkpoints, oldest first; deleted ones too, unless ``are_present``."""
     query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == run_id).order_by(CHECKPOINTS.c.step)
+    if are_present:
+        query = query.where(CHECKPOINTS.c.deleted_at.is_(None))
     rows = [Checkpoint(**row) for row in await store.fetch(query)]
     # NaN and infinity are text in the database.
     return [replace(row, metrics={name: float(value) for name, value in row.metrics.items()}) for row in rows]

@@ -307,6 +307,9 @@ class RunDetail(RunSummary):
     steps_per_s: float | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
+    #: Place in the log of the newest fact about it.
+    sequence: int = 0
+    #: Its newest facts.
     timeline: list[TimelineEntry]
 
 

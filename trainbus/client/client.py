@@ -155,10 +155,10 @@ class AsyncClient:
             TimeoutError: it has not ended after ``timeout_s`` seconds.
         """
         run_id = await self.find_run(run)
-        view = RunView(run_id)
         async with asyncio.timeout(timeout_s):
-            async for newest, _ in runs.follow_run(self.connection, run_id):
-                view = newest
+            async for _ in runs.follow_run(self.connection, run_id):
+                pass
+            view = await runs.read_run(self.connection, run_id)
         if check and view.state != "completed":
             raise RunFailedError(run_id, view.state, view.reason)
         return view

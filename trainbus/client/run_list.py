@@ -19,6 +19,8 @@ from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
 
 #: Ended runs that a list holds unless all are asked for.
 MAX_ENDED_RUNS = 20
+#: The newest facts of a run that a timeline has.
+MAX_TIMELINE = 1000
 #: Runs or nodes in one answer.
 PAGE = 500
 LIVE_STATES = [state for state in STATES if state not in TERMINAL_STATES]
@@ -147,7 +149,8 @@ def read_view(found: Mapping[str, Any]) -> RunView:
     if found["spec"] is not None:
         view.spec = RunSpec.model_validate(found["spec"])
         view.logical_ranks = view.spec.training.logical_ranks if view.spec.training else None
-    view.sequence = max((each["sequence"] for each in found["timeline"]), default=0)
+    view.sequence = found["sequence"]
+    view.is_timeline_cut = len(found["timeline"]) == MAX_TIMELINE
     view.timeline = [
         TimelineEntry(each["sequence"], datetime.fromisoformat(each["time"]), each["fact"], each["summary"])
         for each in found["timeline"]

@@ -16,7 +16,7 @@ from contracts.events import run
 from contracts.pace import TrainingPace
 from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
-from trainbus.client.run_list import explain_requested, read_view
+from trainbus.client.run_list import MAX_TIMELINE, explain_requested, read_view
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
 
@@ -77,16 +77,16 @@ class MetricPoint(NamedTuple):
     time: datetime
 
 
-async def read_run(connection: Connection, run_id: str) -> RunView:
-    """Return one run as it stands, with its timeline and its training's position."""
-    view = read_view(await connection.get(f"/training-runs/{run_id}", {"fresh": True}))
+async def read_run(connection: Connection, run_id: str, timeline: int = MAX_TIMELINE) -> RunView:
+    """Return one run as it stands, with its newest facts and its training's position."""
+    view = read_view(await connection.get(f"/training-runs/{run_id}", {"fresh": True, "timeline": timeline}))
     if view.state == "requested":
         view.reason = await explain_requested(connection, run_id)
     return view
 
 
 class FollowedRun:
-    """A run as it goes on: its view is read again as facts about it come."""
+    """A run as it goes on: its view, without a timeline, is read again as facts about it come."""
 
     def __init__(self, connection: Connection, run_id: str) -> None:
         self.view = RunView(run_id)
@@ -101,7 +101,7 @@ class FollowedRun:
         self._last = max([self._last, *fresh])
         self._retries = MAX_RETRIES if fresh else self._retries - 1
         if self.view.sequence < self._last and self._retries > 0:
-            self.view = await read_run(self._connection, self.view.run_id)
+            self.view = await read_run(self._connection, self.view.run_id, timeline=0)
 
     @property
     def is_settled(self) -> bool:

@@ -79,6 +79,8 @@ class RunView:
     parent_run_id: str | None = None
     evaluates: str | None = None
     timeline: list[TimelineEntry] = field(default_factory=list)
+    #: Whether it had facts before those of the timeline.
+    is_timeline_cut: bool = False
     #: Place in the log of the last fact about it; 0 in a list.
     sequence: int = 0
     spec: RunSpec | None = None

@@ -23,7 +23,7 @@ from trainbus.commands.render import escape
 #: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130
 #: What only the view of a single run has.
-DETAILS = ("timeline", "log_tail", "starts", "state_digest", "sequence")
+DETAILS = ("timeline", "log_tail", "starts", "state_digest", "sequence", "is_timeline_cut")
 #: Columns of a list of runs that are there where they are empty too.
 ALWAYS_SHOWN = ("run", "name", "state", "slots", "step", "age")
 

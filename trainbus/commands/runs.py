@@ -172,6 +172,8 @@ async def show(client: AsyncClient, name: Run, as_json: Json = False) -> None:
     console.print(run_tables.render_run(view, links))
     if view.timeline:
         console.print(run_tables.render_timeline(view.timeline, view.requested_at))
+    if view.is_timeline_cut:
+        console.print(f"(its newest facts; all of them: `trainbus events {view.run_id}`)", style="dim")
     if view.log_tail:
         console.print("the last lines of its output:", style="dim")
         console.print(render.visible("\n".join(view.log_tail)), markup=False, soft_wrap=True)

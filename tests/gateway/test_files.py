@@ -237,7 +237,7 @@ async def test_the_report_of_an_evaluation_is_read_through_the_gateway(
     with pytest.raises(TrainbusError, match="not the report that was written"):
         await read_file(client.address, RUN, found.files["report.html"])
     await stored.objects.delete(report[1].uri)
-    with pytest.raises(NotFoundError, match="no longer in the object store"):
+    with pytest.raises(NotFoundError, match="is not in the object store"):
         await read_file(client.address, RUN, found.files["report.html"])
 
 

@@ -375,7 +375,7 @@ class AsyncClient:
 
     async def dataset(self, name: str) -> DatasetRecord:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
-        return find_dataset(await read_history(self.connection), name, self.address)
+        return find_dataset(await read_history(self.connection), name)
 
     async def put(self, path: Path | str, uri: str) -> PutResult:
         """Put a file or a folder into the store; what is there with the same content is not sent again.

@@ -410,7 +410,7 @@ def test_names_of_datasets(name: str, finds: int) -> None:
 async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
     """The gateway's alone: neither the bus nor the store."""
     async with serve_clients(s3_settings) as served:
-        yield StackAddress("", "http://127.0.0.1:1", None, None, gateway_url=served.gateway_url)
+        yield StackAddress("", gateway_url=served.gateway_url)
 
 
 @pytest_asyncio.fixture

@@ -123,9 +123,6 @@ async def client(gateway: Running, settings: Settings) -> AsyncIterator[AsyncCli
     """A client that knows the bus and the gateway, and no store."""
     address = StackAddress(
         nats_url=settings.nats_url,
-        s3_endpoint="http://127.0.0.1:1",
-        s3_access_key=None,
-        s3_secret_key=None,
         gateway_url=str(gateway.client.base_url),
     )
     async with AsyncClient(address=address) as connected:
@@ -280,7 +277,7 @@ async def test_a_task_is_fetched_as_a_model_that_loads(
 
 async def test_without_a_gateway_nothing_is_fetched() -> None:
     with pytest.raises(StackUnreachableError, match="set TRAINBUS_GATEWAY_URL"):
-        async with open_file_source(StackAddress("nats://n", "http://s3", "key", "secret")):
+        async with open_file_source(StackAddress("nats://n")):
             pass
 
 

@@ -122,7 +122,7 @@ class AsyncClient:
             options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
         package = pack_project(folder) if folder is not None else None
         # Validated before anything is sent.
-        request = build_request(folder, task, package, self.address.bucket_code, options)
+        request = build_request(folder, task, package, options)
         unchecked = "" if options.get("check") is False else await check_submission(request, package)
         if package is not None and request.code is not None:
             uri = await upload_package(self.address, package)

@@ -21,7 +21,7 @@ from contracts.datasets import Manifest, dataset_uri, ingestion_uri, link_name, 
 from contracts.events.dataset import DatasetIngested
 from contracts.events.train import IngestRequested
 from services.gateway import queries, views
-from services.gateway.commands import Commands
+from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
 from services.gateway.files import Range, RunFiles, guard, respond, tag
 from services.gateway.long_answer import Advance, LongAnswers
@@ -58,7 +58,11 @@ def dataset_routes(
         return await find_dataset(projection, settings.bucket_datasets, reference)
 
     async def find_ingested(ingestion_id: str) -> DatasetIngested | None:
-        fact = await bus.get_last_message(subjects.fact("dataset", ingestion_id, DatasetIngested.fact))
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                fact = await bus.get_last_message(subjects.fact("dataset", ingestion_id, DatasetIngested.fact))
+        except TimeoutError as error:
+            raise BusUnavailable("NATS does not answer: ask again") from error
         return fact.event if fact is not None else None
 
     def scratch_dir() -> Path:
@@ -115,8 +119,11 @@ def dataset_routes(
 
         `result` has what was read and, by dataset, the damaged files.
         """
-        choice = _parse(views.DatasetChoice, await read_body(request))
-        chosen = [await find(each) for each in choice.datasets or await queries.list_dataset_ids(projection.store)]
+        names = _parse(views.DatasetChoice, await read_body(request)).datasets
+        if not names:
+            await projection.catch_up()
+            names = await queries.list_dataset_ids(projection.store)
+        chosen = [await find(each) for each in names]
 
         async def verify(advance: Advance) -> views.DatasetVerification:
             return await verify_datasets(await files.open(), chosen, scratch_dir(), advance)
@@ -183,8 +190,7 @@ def dataset_routes(
         ingestion: Annotated[str, PathParameter(pattern=TOKEN_PATTERN)],
     ) -> views.IngestionView:
         """An ingestion that has read its source, and its dataset once all of that is in the store."""
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            ingested = await find_ingested(ingestion)
+        ingested = await find_ingested(ingestion)
         if ingested is None:
             raise HTTPException(404, f"ingestion {ingestion} is not known, still reads its source, or has failed")
         dataset_id = await guard(_find_made(await files.open(), ingested))

@@ -53,15 +53,18 @@ async def find_dataset(projection: Projection, bucket: str, reference: str) -> S
     Raises:
         NotFound: there is none, or there are several.
     """
-    await projection.catch_up()
     query = sa.select(DATASETS).where(begins_with(DATASETS.c.dataset_id, reference)).order_by(DATASETS.c.dataset_id)
-    rows = await projection.store.fetch(query.limit(MAX_CANDIDATES))
+    is_whole = DATASET_ID.fullmatch(reference) is not None
+    rows = await projection.store.fetch(query.limit(MAX_CANDIDATES)) if is_whole else []
+    if not rows:
+        await projection.catch_up()
+        rows = await projection.store.fetch(query.limit(MAX_CANDIDATES))
     if len(rows) == 1:
         row = rows[0]
         return StoredDataset(row["dataset_id"], dataset_uri(split_uri(row["s3_path"])[0], row["dataset_id"]), row)
     if rows:
         named = ", ".join(row["dataset_id"] for row in rows)
         raise NotFound(f"{reference!r} is the beginning of several datasets; give more of one's id: {named}")
-    if DATASET_ID.fullmatch(reference):
+    if is_whole:
         return StoredDataset(reference, dataset_uri(bucket, reference))
     raise NotFound(f"there is no dataset {reference!r}: `trainbus datasets` lists them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,8 +14,9 @@ from contracts.events.run import RunPrepared
 from contracts.spec.run import Code, RunSpec
 from services.kit.store.objects import ObjectStore
 from tests.cli.test_datasets import Made, record
-from tests.gateway.conftest import RUN
+from tests.gateway.conftest import RUN, Running
 from tests.gateway.test_files import StoredFiles, client, gateway, sha256, stored  # noqa: F401 - the fixtures
+from tests.kit.support import until
 from trainbus import AsyncClient, TrainbusError
 from trainbus.commands import checkpoints
 from trainbus.commands.trace import trace
@@ -45,6 +47,27 @@ async def test_rotten_checkpoints_are_named(
     assert f"rotten: {first}\n  its manifest\n" in capsys.readouterr().out
     with pytest.raises(TrainbusError, match="no checkpoint of step 30; it has steps 10, 20"):
         await checkpoints.verify(client, f"{RUN}@30")
+
+
+async def test_who_leaves_has_stopped_the_verification(
+    stored: StoredFiles,  # noqa: F811
+    gateway: Running,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+
+    async def endless(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("stopped")
+
+    monkeypatch.setattr("services.gateway.files.verify_checkpoints", endless)
+    await stored.accept()
+    async with gateway.client.stream("POST", f"/training-runs/{RUN}/checkpoints/verify") as answer:
+        assert await anext(answer.aiter_lines()) == ": at work"
+        assert ended == []
+    await until(lambda: ended == ["stopped"], "the work ends with its reader")
 
 
 async def test_a_model_is_traced_to_its_sources(

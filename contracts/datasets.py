@@ -18,6 +18,8 @@ from contracts.spec.data import Split
 Format = Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
 #: Every manifest names all three, even those without samples.
 SPLITS = ("train", "validation", "test")
+#: Changes whenever the same index results in other shards.
+LAYOUT_VERSION = 3
 
 
 def canonical_json(value: Any) -> bytes:
@@ -128,3 +130,13 @@ def shard_uri(bucket: str, sha256: str) -> str:
 def ingestion_uri(bucket: str, fingerprint: str, name: str = "") -> str:
     """Where what an ingestion found is: ``index.jsonl``, ``quarantine.jsonl``, ``statistics.json``, ``done.json``."""
     return f"s3://{bucket}/ingestions/{fingerprint}" + (f"/{name}" if name else "")
+
+
+def plan_id(fingerprint: str, shard_bytes: int) -> str:
+    """The id of what becomes of one input: the same index, cut into shards of one size, in this layout."""
+    return hashlib.sha256(canonical_json([LAYOUT_VERSION, fingerprint, shard_bytes])).hexdigest()[:16]
+
+
+def link_name(fingerprint: str, shard_bytes: int) -> str:
+    """The name of the object that links this input to its dataset, beside the ingestion's index."""
+    return f"dataset-{plan_id(fingerprint, shard_bytes)}.json"

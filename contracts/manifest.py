@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ValidationError
 
-from contracts.events.checkpoint import CheckpointFile
+from contracts.events.checkpoint import CheckpointFile, Chunk
 
 #: The address of a manifest, with its run.
 MANIFEST_URI = re.compile(r"s3://[^/]+/[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g\d+\.json")
@@ -17,6 +18,15 @@ ARTIFACTS_FOLDER = "artifacts"
 MAX_INLINE_BYTES = 128 * 2**10
 #: The longest listing that is read: 230,000 chunks, 1.8 TB of one node's. It is parsed in memory.
 MAX_LISTING_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """An object that the store must hold; its name is the hash of its bytes."""
+
+    uri: str
+    sha256: str
+    size_bytes: int
 
 
 class _Files(BaseModel):
@@ -52,3 +62,17 @@ def run_of_manifest(uri: str | None) -> str | None:
     """Return the run whose checkpoint a manifest's address names; None for any other text."""
     match = MANIFEST_URI.fullmatch(uri or "")
     return match["run_id"] if match else None
+
+
+def blobs_of_files(files: Iterable[CheckpointFile]) -> dict[Blob, str]:
+    """Every blob that is needed to get the files back, bases included, and the first file that needs it."""
+    found: dict[Blob, str] = {}
+    for file in files:
+        for chunk in file.chunks:
+            link: Chunk | None = chunk
+            while link is not None:
+                plain = link.encoding == "plain" or link.stored_bytes is None
+                size_bytes = link.size_bytes if plain else link.stored_bytes
+                found.setdefault(Blob(link.uri, link.uri.rsplit("/", 1)[1], size_bytes or 0), file.path)
+                link = link.base
+    return found

@@ -39,6 +39,7 @@ from trainbus.commands.demo import main as demo
 from trainbus.commands.demo.project import EXAMPLE
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
+from trainbus.operate.stack_settings import read_settings
 
 #: Seconds, measured with Ray 2.60.0 on two cores.
 RAY_S = {"stack ready": 7.0, "submitted to first line": 1.4, "placed to first step": 14.0, "SIGKILL to next step": 12.5}
@@ -92,12 +93,12 @@ class Probe:
 
 async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress) -> None:
     address = find_address(data_dir)
-    settings = address.settings()
+    settings = read_settings(address)
     bus = Bus("loadtest", settings)
     await bus.connect(reconcile_topology=False)
     await demo_lake.fill_lake(settings, "lake", demo_lake.draw_scans(), lambda _: None)
     package = pack_project(EXAMPLE)
-    code = package.code(address.bucket_code)
+    code = package.code()
     code["uri"] = await upload_package(address, package)
     probe = Probe(bus, code)
     bar = progress.add_task("runs", total=repeat)

@@ -19,12 +19,8 @@ async def serve_clients(settings: Settings) -> AsyncIterator[StackAddress]:
     patience = mock.patch.multiple(connection, PATIENCE_S=60.0, CONNECT_S=60.0)
     with patience:
         async with running(GatewaySettings(**{**settings.model_dump(), "gateway_port": 0})) as up:
-            secret = settings.s3_secret_key
             yield StackAddress(
                 nats_url=settings.nats_url,
-                s3_endpoint=settings.s3_endpoint,
-                s3_access_key=settings.s3_access_key,
-                s3_secret_key=secret.get_secret_value() if secret else None,
                 gateway_url=f"http://127.0.0.1:{up.service.gateway_port}",
                 data_dir=settings.data_dir,
             )

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from trainbus.client.address import find_address
 from trainbus.commands.demo.lake import draw_scans, fill_lake
+from trainbus.operate.stack_settings import read_settings
 
 
 async def fill(data_dir: Path | None = None) -> str:
     """Store the scans that are not in the lake yet and return a line about them."""
     scans = draw_scans()
-    await fill_lake(find_address(data_dir).settings(), "lake", scans, lambda done: None)
+    await fill_lake(read_settings(find_address(data_dir)), "lake", scans, lambda done: None)
     return f"{len(scans)} files in s3://lake/digits/"
 
 

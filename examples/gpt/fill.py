@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import find_address
+from trainbus.operate.stack_settings import read_settings
 
 LAKE = "s3://lake/python-stdlib/"
 PARALLEL = 8
@@ -19,7 +20,7 @@ async def fill(data_dir: Path | None, most: int | None) -> int:
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:most]
     gate = asyncio.Semaphore(PARALLEL)
-    async with ObjectStore(find_address(data_dir).settings()) as objects:
+    async with ObjectStore(read_settings(find_address(data_dir))) as objects:
 
         async def store(path: Path) -> None:
             async with gate:

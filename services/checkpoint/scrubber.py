@@ -32,14 +32,13 @@ from contracts.events.checkpoint import (
 )
 from contracts.events.run import RunPlaced
 from contracts.events.train import ScrubRequested
-from contracts.manifest import files_of
+from contracts.manifest import blobs_of_files, files_of
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import (
     AssembledCheckpoint,
     MissingParts,
     SealedCheckpoint,
     assemble,
-    blobs_of_files,
     seal,
     select_parts,
 )

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 
 from contracts.events.checkpoint import CheckpointFile
+from contracts.manifest import Blob
 from services.checkpoint import metrics
-from services.checkpoint.core.commit import Blob
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.concurrency import run_ahead
 from services.kit.store.errors import ObjectNotFound

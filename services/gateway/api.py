@@ -33,10 +33,12 @@ from contracts.events.train import (
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, studies, views
 from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
+from services.gateway.datasets import dataset_routes
 from services.gateway.event_routes import event_routes
 from services.gateway.files import RunFiles, file_routes
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.lake import lake_routes
+from services.gateway.long_answer import LongAnswers
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.model_routes import model_routes
 from services.gateway.packages import package_routes
@@ -80,12 +82,13 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.add_middleware(Instrument)
     add_problem_handlers(app)
     describe_problems(app)
-    commands = Commands(service.bus)
+    commands, answers = Commands(service.bus), LongAnswers(service.stopping)
     app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(service, commands, projection))
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
-    app.include_router(file_routes(projection, files))
+    app.include_router(file_routes(projection, files, answers))
+    app.include_router(dataset_routes(projection, files, settings, commands, service.bus, answers, _json_body))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(event_routes(service, commands, _json_body))

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Header, HTTPException, Path, Query, Response
@@ -22,7 +22,9 @@ from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.manifest import files_of
 from contracts.spec.run import RunSpec
 from services.gateway import queries, views
+from services.gateway.checkpoint_verification import verify_checkpoints
 from services.gateway.core.rows import Checkpoint
+from services.gateway.long_answer import Advance, LongAnswers
 from services.gateway.projection import Projection
 from services.gateway.queries import Row
 from services.gateway.run_lookup import find_run
@@ -38,9 +40,15 @@ BEST, LAST = "best", "last"
 PIECE_BYTES = 8 * 2**20
 #: Seconds for which a read is repeated while the store does not answer: a client waits behind it.
 PATIENCE_S = 10.0
+REMEDY = "`trainbus checkpoints verify --repair` looks for another copy"
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
-Mark = Annotated[str, Path(pattern=r"^(best|last|\d{1,18})$", description="a step, best or last")]
+T = TypeVar("T")
+MARK_PATTERN = r"^(best|last|\d{1,18})$"
+Mark = Annotated[str, Path(pattern=MARK_PATTERN, description="a step, best or last")]
+MarkQuery = Annotated[
+    str | None, Query(alias="mark", pattern=MARK_PATTERN, description="a step, best or last; default: all")
+]
 Generation = Annotated[int | None, Query(ge=0, description="of those of one step; default: the last generation's")]
 Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
@@ -107,7 +115,7 @@ class RunFiles:
             yield bytes(received)
 
 
-def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
+def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -> APIRouter:
     """Return the routes of checkpoints' files, artifacts and code."""
     router, store = APIRouter(), projection.store
 
@@ -125,7 +133,7 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         raise HTTPException(404, found)
 
     async def read_manifest(checkpoint: Checkpoint) -> bytes:
-        content = await _guard(files.get(checkpoint.uri))
+        content = await guard(files.get(checkpoint.uri))
         if checkpoint.manifest_sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise HTTPException(
                 502, f"{checkpoint.uri} is not the manifest that was committed: `trainbus checkpoints verify --repair`"
@@ -170,7 +178,7 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         """The manifest of a checkpoint, to the byte: its SHA-256 is in ``checkpoint_committed``."""
         _, checkpoint = await find_checkpoint(run, mark, generation)
         content = await read_manifest(checkpoint)
-        return Response(content, media_type="application/json", headers=_tag(hashlib.sha256(content).hexdigest()))
+        return Response(content, media_type="application/json", headers=tag(hashlib.sha256(content).hexdigest()))
 
     @router.get("/training-runs/{run}/checkpoints/{mark}/files/{path:path}", response_class=Response)
     async def get_file(
@@ -188,6 +196,30 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
             return files.read_chunks(file, start, stop)
 
         return await respond(read, file.size_bytes, file.sha256, wanted)
+
+    @router.post("/training-runs/{run}/checkpoints/verify", response_class=StreamingResponse)
+    async def verify_run(run: str, mark: MarkQuery = None, generation: Generation = None) -> StreamingResponse:
+        """Read checkpoints of a run back and compare every hash: server-sent events `progress`, then `result`.
+
+        Or `problem` at the end. `result` has the address of each rotten checkpoint with what of it is rotten.
+        """
+        if mark is not None:
+            return verify([(await find_checkpoint(run, mark, generation))[1]])
+        row = await find_run(projection, run)
+        await projection.catch_up()
+        return verify([each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None])
+
+    @router.post("/checkpoints/verify", response_class=StreamingResponse)
+    async def verify_all() -> StreamingResponse:
+        """Read the checkpoints of all runs back, as those of one."""
+        await projection.catch_up()
+        return verify(await queries.present_checkpoints(store))
+
+    def verify(chosen: list[Checkpoint]) -> StreamingResponse:
+        async def work(advance: Advance) -> views.CheckpointVerification:
+            return await verify_checkpoints(await files.open(), chosen, advance)
+
+        return answers.respond(work, "verify")
 
     @router.get("/training-runs/{run}/artifacts", response_model=views.Artifacts)
     async def get_artifacts(run: str) -> views.Artifacts:
@@ -219,8 +251,8 @@ def file_routes(projection: Projection, files: RunFiles) -> APIRouter:
         code = (row["spec"] or {}).get("code")
         if code is None:
             raise HTTPException(404, f"run {row['run_id']} has no code package")
-        content = await _guard(files.get(code["uri"]))
-        return Response(content, media_type="application/gzip", headers=_tag(code["sha256"]))
+        content = await guard(files.get(code["uri"]))
+        return Response(content, media_type="application/gzip", headers=tag(code["sha256"]))
 
     return router
 
@@ -244,9 +276,9 @@ def select_checkpoint(row: Row, known: list[Checkpoint], mark: str, generation: 
     return of_step[-1] if of_step else f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
 
 
-async def respond(read: Read, size_bytes: int, sha256: str, wanted: str | None) -> Response:
-    """Return an answer that streams a file, or the range of it that was asked for."""
-    headers = {**_tag(sha256), "Accept-Ranges": "bytes"}
+async def respond(read: Read, size_bytes: int, etag: str, wanted: str | None, remedy: str = "") -> Response:
+    """Return an answer that streams a file, or the range of it that was asked for. ``remedy``: as in ``guard``."""
+    headers = {**tag(etag), "Accept-Ranges": "bytes"}
     start, stop, status = 0, size_bytes, 200
     if wanted is not None and (bounds := parse_range(wanted, size_bytes)) is not None:
         start, stop = bounds
@@ -256,7 +288,7 @@ async def respond(read: Read, size_bytes: int, sha256: str, wanted: str | None) 
     headers["Content-Length"] = str(stop - start)
     pieces = read(start, stop)
     # The first piece before the answer begins: what is missing has a status of its own.
-    first = await _guard(anext(pieces, b""))
+    first = await guard(anext(pieces, b""), remedy)
 
     async def body() -> AsyncIterator[bytes]:
         yield first
@@ -277,17 +309,21 @@ def parse_range(text: str, size_bytes: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size_bytes) if last else size_bytes
 
 
-def _tag(sha256: str) -> dict[str, str]:
-    return {"ETag": f'"{sha256}"'}
+def tag(etag: str) -> dict[str, str]:
+    """Return the header that names a version of a content."""
+    return {"ETag": f'"{etag}"'}
 
 
-async def _guard(work: Awaitable[bytes]) -> bytes:
-    """Await a read; an object that is missing or damaged, or a store that is away, becomes an answer."""
+async def guard(work: Awaitable[T], remedy: str = "") -> T:
+    """Await a question to the store; an object that is missing or damaged, or a store that is away, is an answer.
+
+    ``remedy``: what to do about an object that is missing or damaged; '' for those of runs.
+    """
     try:
         return await work
     except ObjectNotFound as error:
-        raise HTTPException(404, f"{error} is no longer in the object store") from error
+        raise HTTPException(404, f"{error} is not in the object store" + (remedy and f": {remedy}")) from error
     except ObjectCorrupted as error:
-        raise HTTPException(502, f"{error}: `trainbus checkpoints verify --repair` looks for another copy") from error
+        raise HTTPException(502, f"{error}: {remedy or REMEDY}") from error
     except TransientError as error:
         raise HTTPException(503, f"the object store does not answer: {error}") from error

@@ -251,6 +251,13 @@ async def checkpoints(store: Store, run_id: str, *, are_present: bool = False) -
     return [replace(row, metrics={name: float(value) for name, value in row.metrics.items()}) for row in rows]
 
 
+async def present_checkpoints(store: Store) -> list[Checkpoint]:
+    """The committed checkpoints of all runs that are not deleted."""
+    query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.deleted_at.is_(None))
+    rows = await store.fetch(query.order_by(CHECKPOINTS.c.run_id, CHECKPOINTS.c.step))
+    return [Checkpoint(**row) for row in rows]
+
+
 def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpoint | None:
     """Return the best of a run's checkpoints that are not deleted; None if none has a metric that the run names."""
     if row["spec"] is None:
@@ -329,6 +336,12 @@ async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> view
     query = sa.select(DATASETS).where(*NEWEST_DATASETS.conditions(cursor)).order_by(*NEWEST_DATASETS.clauses())
     rows, next_cursor = NEWEST_DATASETS.cut(await store.fetch(query.limit(limit + 1)), limit)
     return views.Datasets(datasets=[Dataset(**row) for row in rows], next_cursor=next_cursor)
+
+
+async def list_dataset_ids(store: Store) -> list[str]:
+    """The ids of all datasets, the oldest first."""
+    rows = await store.fetch(sa.select(DATASETS.c.dataset_id).order_by(DATASETS.c.created_at, DATASETS.c.dataset_id))
+    return [row["dataset_id"] for row in rows]
 
 
 async def list_versions(store: Store, *, limit: int, cursor: str | None) -> views.Models:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from contracts.base import TOKEN_PATTERN
 from contracts.events.capacity import PolicyOrigin
 from contracts.main_metric import choose_main_metric
 from contracts.state.node import NodeDrain
@@ -476,6 +477,77 @@ class Nodes(Page):
 
 class Datasets(Page):
     datasets: list[rows.Dataset]
+
+
+class CheckpointVerification(View):
+    """How many checkpoints were read back, and those with blobs that are missing or differ from their hash."""
+
+    checkpoints: int
+    #: Address of a manifest -> what of it is rotten; the manifest itself by its own address.
+    rotten: dict[str, list[str]]
+    #: The runs of the rotten ones.
+    runs: list[str]
+
+
+class DatasetChoice(View):
+    """The datasets that are verified, by their ids or beginnings of them; none: all that are known."""
+
+    datasets: list[str] = []
+
+
+class DamagedFile(View):
+    """A file of a dataset that differs from its manifest."""
+
+    uri: str
+    problem: str
+    #: Its path in the manifest; '' for the manifest itself.
+    path: str = ""
+
+
+class DatasetVerification(View):
+    """What was verified, and the damage by dataset."""
+
+    datasets: int = 0
+    shards: int = 0
+    samples: int = 0
+    size_bytes: int = 0
+    damaged: dict[str, list[DamagedFile]] = {}
+
+
+class DatasetRepair(View):
+    """An ingestion that the dataset was made from, and the paths of its damaged shards; none: all are read."""
+
+    ingestion_id: str = Field(pattern=TOKEN_PATTERN)
+    files: list[str] = []
+
+
+class RepairedDataset(View):
+    """What was deleted, and the ingestion that was asked for to make it again."""
+
+    deleted: list[str]
+    ingestion_id: str
+
+
+class SourceVerification(View):
+    """The objects that a dataset was made of, and those of them that are gone or have changed since."""
+
+    source: str
+    objects: int
+    #: False: it is a folder of a machine.
+    is_compared: bool = False
+    changed_count: int = 0
+    #: The first of them.
+    changed: list[str] = []
+
+
+class IngestionView(View):
+    """An ingestion that has read its source."""
+
+    ingestion_id: str
+    #: The hash of what it has read, and of how.
+    fingerprint: str
+    #: None: its dataset is not all in the store yet.
+    dataset_id: str | None
 
 
 @dataclass(frozen=True, slots=True)

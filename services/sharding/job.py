@@ -16,7 +16,16 @@ import numpy as np
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from contracts.datasets import SPLITS, FieldStatistics, Manifest, canonical_json, dataset_uri, pack_name, shard_uri
+from contracts.datasets import (
+    SPLITS,
+    FieldStatistics,
+    Manifest,
+    canonical_json,
+    dataset_uri,
+    link_name,
+    pack_name,
+    shard_uri,
+)
 from contracts.events.dataset import DatasetIngested, ShardFile
 from services.kit.bus import PoisonMessage, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
@@ -24,7 +33,7 @@ from services.kit.progress import Progress
 from services.kit.store.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young
 from services.sharding import metrics
-from services.sharding.core.manifest import FLAT, build_manifest, journal_name, link_name
+from services.sharding.core.manifest import FLAT, build_manifest, journal_name
 from services.sharding.core.rows import Rows
 from services.sharding.journal import Journal
 from services.sharding.pack_cache import PackCache

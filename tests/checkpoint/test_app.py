@@ -16,9 +16,10 @@ import pytest_asyncio
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Member, RunCompleted, RunPlaced
+from contracts.manifest import Blob
 from contracts.spec.training import Retention
 from services.checkpoint.app import MAX_ATTEMPTS, Committer, build
-from services.checkpoint.core.commit import Blob, manifest_uri
+from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, TransientError

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ from contracts.datasets import (
     canonical_json,
     dataset_uri,
     ingestion_uri,
+    link_name,
     shard_uri,
     split_config_hash,
 )
@@ -45,21 +47,22 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
 from contracts.spec.data import DataSource, Split
 from contracts.spec.run import RunSpec
-from services.kit.bus import Bus, TransientError
+from services.gateway.dataset_verification import verify_datasets
+from services.gateway.index_check import find_index_mismatch
+from services.gateway.stored_dataset import StoredDataset
+from services.kit.bus import Bus
+from services.kit.messages import TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.sharding.core.manifest import link_name
 from tests.client_address import serve_clients
-from trainbus.client import dataset_verification
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
-from trainbus.client.object_store import open_object_store
+from trainbus.client.gateway import open_gateway
 from trainbus.commands import datasets
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, UnsortedIndex, compare
 from trainbus.datasets.history import AmbiguousName, History
-from trainbus.datasets.verify import find_index_mismatch
 
 T0 = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -232,9 +235,11 @@ def test_no_damage_makes_it_crash(tmp_path: Path) -> None:
 class Made:
     """A small dataset, put into the store as ingestion and sharding leave it."""
 
-    def __init__(self, bucket: str, records: list[IndexRecord], *, seed: int = 0) -> None:
+    def __init__(
+        self, bucket: str, records: list[IndexRecord], *, seed: int = 0, source: str = "s3://lake/digits"
+    ) -> None:
         self.bucket = bucket
-        self.data = DataSource(source="s3://lake/digits", format="images", split=Split(seed=seed))
+        self.data = DataSource(source=source, format="images", split=Split(seed=seed))
         self.index = b"".join(canonical_json(each) + b"\n" for each in records)
         self.fingerprint = hashlib.sha256(self.index + bytes([seed])).hexdigest()
         self.files: dict[str, bytes] = {}
@@ -403,12 +408,9 @@ def test_names_of_datasets(name: str, finds: int) -> None:
 
 @pytest_asyncio.fixture
 async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
-    class Own(StackAddress):
-        def settings(self) -> Settings:
-            return s3_settings
-
+    """The gateway's alone: neither the bus nor the store."""
     async with serve_clients(s3_settings) as served:
-        yield Own("", s3_settings.s3_endpoint, None, None, gateway_url=served.gateway_url)
+        yield StackAddress("", gateway_url=served.gateway_url)
 
 
 @pytest_asyncio.fixture
@@ -526,7 +528,7 @@ async def _names_that_mean_no_dataset(two: tuple[Made, Made], client: AsyncClien
         "zzz": "there is no dataset 'zzz'",
         "": "means 2 datasets",
         "i3": "has no usable images data",
-        "e" * 64: "not in the store",
+        "e" * 64: "not in the object store",
     }.items():
         with pytest.raises(TrainbusError, match=says):
             await datasets.show(client, name, classes=False, as_json=False)
@@ -617,13 +619,22 @@ async def test_a_dataset_as_a_folder(
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
 
 
-async def test_a_full_disk_is_not_an_error_of_the_store(address: StackAddress) -> None:
-    with pytest.raises(TrainbusError, match=r"^/here cannot be written: No space left on device$"):
-        async with open_object_store(address):
-            raise TransientError("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
+async def test_what_cannot_be_verified_for_a_full_disk_is_not_damaged(
+    two: tuple[Made, Made], objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> str:
+        raise TransientError("/here cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(objects, "download", fail)
+    stored = StoredDataset(two[0].dataset_id, dataset_uri(two[0].bucket, two[0].dataset_id))
+    with pytest.raises(HTTPException) as refused:
+        await verify_datasets(objects, [stored], tmp_path, lambda done, total: None)
+    assert refused.value.status_code == 507
 
 
-async def test_an_index_with_wrong_offsets_is_damage(objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_an_index_with_wrong_offsets_is_damage(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     made = Made(s3_settings.bucket_datasets, FIRST)
     shard = made.manifest.splits["test"].shards[0]
     _, wrong = archive({"0/d": {"png": b"0/d"}})
@@ -633,8 +644,8 @@ async def test_an_index_with_wrong_offsets_is_damage(objects: ObjectStore, s3_se
     made.manifest = made.manifest.model_copy(update={"splits": splits})
     made.dataset_id = hashlib.sha256(made.manifest.to_bytes()).hexdigest()
     await made.store(objects)
-    known = history(made.sharded(None)).find(made.dataset_id)
-    found = await dataset_verification.verify_datasets(objects, [known], lambda done, total: None)
+    stored = StoredDataset(made.dataset_id, dataset_uri(made.bucket, made.dataset_id))
+    found = await verify_datasets(objects, [stored], tmp_path, lambda done, total: None)
     assert "the archive has '0/c.png'" in found.damaged[made.dataset_id][0].problem
 
 
@@ -692,3 +703,74 @@ async def test_an_invalid_ingestion_is_refused(two: tuple[Made, Made], client: A
     await refused("s3://lake/x", "data.format", data_format="photos")
     await refused("s3://lake/x", "bad.json", data_format="images", settings=tmp_path / "bad.json")
     await refused("s3://lake/x", "needs split.time_field", data_format="images", settings=tmp_path / "split.toml")
+
+
+# -- the routes of the gateway ---------------------------------------------------------------
+
+
+async def test_the_gateway_serves_what_a_manifest_names_and_nothing_else(
+    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore
+) -> None:
+    first, second = two
+    shard, other = first.manifest.splits["train"].shards[0], second.manifest.splits["test"].shards[0]
+    async with open_gateway(address) as http:
+        manifest = await http.get(f"/datasets/{first.dataset_id[:12]}/manifest")
+        assert manifest.content == first.manifest.to_bytes()
+        assert manifest.headers["ETag"] == f'"{first.dataset_id}"'
+        assert manifest.headers["Content-Location"] == dataset_uri(first.bucket, first.dataset_id)
+        path = f"/datasets/{first.dataset_id}/files"
+        part = await http.get(f"{path}/{shard.path}", headers={"Range": "bytes=10-19"})
+        assert (part.status_code, part.content) == (206, first.files[shard.sha256][10:20])
+        assert part.headers["ETag"] == f'"{shard.sha256}"'
+        assert (await http.get(f"{path}/{shard.index_path}")).content == first.files[shard.index_sha256]
+        assert (await http.get(f"/datasets/{first.dataset_id}/index")).content == first.index
+        for missing in ("..%2F..%2Fmanifest.json", other.sha256, shard_uri(first.bucket, shard.sha256), "train"):
+            assert (await http.get(f"{path}/{missing}")).status_code == 404
+        assert (await http.get("/datasets/zzz/manifest")).status_code == 404
+        both = await http.get("/datasets/%20/manifest")
+        assert both.json()["detail"] == "there is no dataset ' ': `trainbus datasets` lists them"
+        # What was put in the place of a manifest names nothing.
+        await objects.put(dataset_uri(second.bucket, second.dataset_id), first.manifest.to_bytes())
+        assert (await http.get(f"/datasets/{second.dataset_id}/files/{shard.path}")).status_code == 502
+
+
+async def test_a_repair_deletes_nothing_that_is_intact(
+    two: tuple[Made, Made], client: AsyncClient, objects: ObjectStore
+) -> None:
+    first, second = two
+    shards = first.manifest.splits["train"].shards
+    await objects.put(shard_uri(first.bucket, shards[0].sha256), b"rotten")
+    path = f"/datasets/{first.dataset_id}/repair"
+    with pytest.raises(TrainbusError, match="is no ingestion that dataset"):
+        await client.connection.await_result(path, lambda *_: None, json={"ingestion_id": "i2"})
+    body = {"ingestion_id": "i1", "files": [shard.path for shard in shards]}
+    found = await client.connection.await_result(path, lambda *_: None, json=body)
+    assert found["deleted"] == [shard_uri(first.bucket, shards[0].sha256)]
+    assert await objects.exists(shard_uri(first.bucket, shards[1].sha256))
+    requests = await client.connection.read("ingest.requested", stream=topology.REQUESTS)
+    assert [each.event.data for each in requests] == [first.data]
+    assert await client.connection.get("/ingestions/i2") == {
+        "ingestion_id": "i2",
+        "fingerprint": second.fingerprint,
+        "dataset_id": None,
+    }
+
+
+async def test_sources_that_have_changed_are_named(
+    client: AsyncClient, objects: ObjectStore, s3_settings: Settings
+) -> None:
+    bucket = s3_settings.bucket_lake
+    uris = [f"s3://{bucket}/digits/{name}" for name in "abc"]
+    for uri in uris:
+        await objects.put(uri, b"1")
+    etags = [(await objects.head(uri)).etag for uri in uris]
+    records = [{**record(uri), "uri": uri, "etag": etag} for uri, etag in zip(uris, etags, strict=True)]
+    made = Made(s3_settings.bucket_datasets, records, source=f"s3://{bucket}/digits")  # type: ignore[arg-type]
+    await made.store(objects)
+    path = f"/datasets/{made.dataset_id}/sources/verify"
+    whole = await client.connection.await_result(path, lambda *_: None)
+    assert (whole["objects"], whole["is_compared"], whole["changed"]) == (3, True, [])
+    await objects.put(uris[0], b"2")
+    await objects.delete(uris[2])
+    found = await client.connection.await_result(path, lambda *_: None)
+    assert (found["changed_count"], found["changed"]) == (2, [uris[0], uris[2]])

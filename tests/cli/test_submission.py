@@ -21,7 +21,7 @@ PROJECT = Path("/somewhere/digits")
 
 
 def build(task: str | None = None, **options: Unpack[SubmitOptions]) -> TrainRequested:
-    return build_request(PROJECT, task, PACKAGE, "code", options)
+    return build_request(PROJECT, task, PACKAGE, options)
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("1..4", 1, 4), ("1-4", 1, 4)])

@@ -49,7 +49,7 @@ async def check(project: Path, source: str, task: str | None = "task:Rows", **op
     if task is not None and "data" not in options:
         options["data"] = source
     package = pack_project(project)
-    return await check_submission(build_request(project, task, package, "code", options), package)
+    return await check_submission(build_request(project, task, package, options), package)
 
 
 def write_project(tmp_path: Path, source: str = TASK) -> Path:

@@ -27,6 +27,7 @@ from services.kit.store.objects import ObjectStore
 from trainbus.client.address import find_address
 from trainbus.embedded.launch import StackProcess, read_stack
 from trainbus.embedded.layout import StackOptions
+from trainbus.operate.stack_settings import read_settings
 from trainbus.step_hold import StepHold
 
 PROJECT = Path(__file__).parent / "project"
@@ -96,7 +97,7 @@ class Stack:
     def environment(self) -> dict[str, str]:
         """The variables that name this stack to its own services and commands."""
         address = find_address(self.data_dir)
-        settings = address.settings()
+        settings = read_settings(address)
         assert settings.s3_secret_key is not None
         named = {
             "gateway_url": address.gateway_url,
@@ -350,7 +351,7 @@ class Stack:
 @contextlib.asynccontextmanager
 async def connected(data_dir: Path) -> AsyncIterator[Stack]:
     """Connect to the stack on a data folder."""
-    settings = find_address(data_dir).settings()
+    settings = read_settings(find_address(data_dir))
     bus = Bus("e2e", settings)
     await bus.connect(reconcile_topology=False)
     try:

@@ -20,7 +20,7 @@ from trainbus.operate import connection
 
 
 def address(url: str) -> StackAddress:
-    return StackAddress(nats_url=url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+    return StackAddress(nats_url=url)
 
 
 async def test_a_server_that_listens_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ async def all_over(bus: Bus, run_ids: list[str], timeout_s: float = 240.0) -> No
 
 
 def address(settings: Settings) -> StackAddress:
-    return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+    return StackAddress(nats_url=settings.nats_url)
 
 
 async def entries_of(settings: Settings) -> list[Entry]:

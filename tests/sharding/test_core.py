@@ -19,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts import shard_index
-from contracts.datasets import canonical_json
+from contracts.datasets import canonical_json, link_name
 from contracts.events.dataset import ShardFile
 from services.kit.bus import PoisonMessage
 from services.kit.sample_order import group, place
 from services.sharding.core import index, tar
-from services.sharding.core.manifest import link_name
 from services.sharding.core.rows import fill
 from services.sharding.shard_plan import ShardPlan
 from services.sharding.writer import (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from contracts import shard_index
-from contracts.datasets import Manifest, canonical_json, dataset_uri, ingestion_uri, pack_name, shard_uri
+from contracts.datasets import Manifest, canonical_json, dataset_uri, ingestion_uri, link_name, pack_name, shard_uri
 from contracts.events.dataset import DatasetIngested
 from contracts.spec.data import DataSource
 from loadtest.data.identity import kill_and_go_on
@@ -25,7 +25,7 @@ from services.kit.progress import Progress
 from services.kit.store.errors import ObjectNotFound
 from services.sharding import journal as journal_module
 from services.sharding import pack_cache
-from services.sharding.core.manifest import journal_name, link_name
+from services.sharding.core.manifest import journal_name
 from services.sharding.job import Dataset, ShardingJob
 
 pytestmark = pytest.mark.shell

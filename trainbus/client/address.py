@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,48 +10,26 @@ from typing import TYPE_CHECKING
 
 from trainbus.client.errors import StackUnreachableError, UsageError
 from trainbus.embedded.launch import read_stack
-from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri, secrets_file
+from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri
 
 if TYPE_CHECKING:
-    from services.kit.settings import Settings
     from trainbus.embedded.registry import RegisteredStack
 
 
 @dataclass(frozen=True, slots=True)
 class StackAddress:
-    """Where one stack is: its gateway, which is all that most of a client needs. ``data_dir``: of an embedded one.
+    """Where one stack is: its gateway, which is all that a client needs. ``data_dir``: of an embedded one.
 
     ``nats_url`` is for an operator's tools; '' where it is not known.
     """
 
     nats_url: str
-    s3_endpoint: str | None
-    s3_access_key: str | None
-    s3_secret_key: str | None
-    bucket_code: str = "code"
     nats_user: str | None = None
     nats_password: str | None = None
     gateway_url: str | None = None
     serving_url: str | None = None
     mlflow_uri: str | None = None
     data_dir: Path | None = None
-
-    def settings(self) -> Settings:
-        """Return the settings that the kit's own classes take."""
-        from pydantic import SecretStr
-
-        from services.kit.settings import Settings
-
-        if self.data_dir is None:
-            return Settings()
-        return Settings(
-            nats_url=self.nats_url,
-            s3_endpoint=self.s3_endpoint,
-            s3_access_key=self.s3_access_key,
-            s3_secret_key=SecretStr(self.s3_secret_key or ""),
-            bucket_code=self.bucket_code,
-            instance="client",
-        )
 
 
 def find_data_dir(given: Path | None) -> Path:
@@ -127,12 +104,8 @@ def find_address(given: Path | None = None) -> StackAddress:
     stack = read_stack(data_dir)
     if stack is None:
         raise StackUnreachableError(_describe_absence(data_dir, given))
-    keys = json.loads(secrets_file(data_dir).read_text())
     return StackAddress(
         nats_url=stack.nats_url,
-        s3_endpoint=stack.s3_endpoint,
-        s3_access_key=keys["s3_access_key"],
-        s3_secret_key=keys["s3_secret_key"],
         gateway_url=stack.gateway_url,
         serving_url=stack.serving_url or None,
         mlflow_uri=mlflow_uri(data_dir),
@@ -156,10 +129,6 @@ def _from_environment() -> StackAddress:
 
     return StackAddress(
         nats_url=variable("NATS_URL") or "",
-        s3_endpoint=variable("S3_ENDPOINT"),
-        s3_access_key=variable("S3_ACCESS_KEY"),
-        s3_secret_key=variable("S3_SECRET_KEY"),
-        bucket_code=variable("BUCKET_CODE") or "code",
         nats_user=variable("NATS_USER"),
         nats_password=variable("NATS_PASSWORD"),
         gateway_url=variable("GATEWAY_URL"),

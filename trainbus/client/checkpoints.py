@@ -1,11 +1,9 @@
-"""A run's checkpoints: read, verified, fetched and compared by the client itself, without any service."""
+"""A run's checkpoints: read from the log, and verified by the gateway, which is near the store."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,22 +13,17 @@ from contracts.events import checkpoint
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
-from contracts.manifest import files_of
+from contracts.manifest import blobs_of_files, files_of
 from contracts.spec.run import RunSpec
-from services.checkpoint.core.commit import Blob, blobs_of_files
 from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.messages import TransientError
-from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
-from services.kit.store.uris import blob_sha256, split_uri
-from trainbus.client.address import StackAddress
+from services.kit.store.uris import split_uri
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
-from trainbus.client.object_store import open_object_store
 from trainbus.client.run_list import find_run
 from trainbus.client.runs import wait_for_event
 
 if TYPE_CHECKING:
-    from services.kit.store.objects import ObjectStore
+    pass
 
 FACTS = (
     checkpoint.CheckpointCommitted,
@@ -126,6 +119,17 @@ class LoadedCheckpoint:
         return sum(blob.size_bytes for blob in blobs_of_files(self.files))
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointVerification:
+    """How many checkpoints were read back, and those with blobs that are missing or differ from their hash."""
+
+    checkpoints: int
+    #: Address of a manifest -> what of it is rotten; the manifest itself by its own address.
+    rotten: dict[str, list[str]]
+    #: The runs of the rotten ones.
+    runs: list[str]
+
+
 def fold_checkpoints(events: Iterable[Any]) -> dict[str, StoredCheckpoint]:
     """Return manifest address -> checkpoint, from facts in the order of the log."""
     found: dict[str, StoredCheckpoint] = {}
@@ -158,18 +162,6 @@ async def read_checkpoints(connection: Connection, run_id: str = subjects.WILDCA
 async def list_checkpoints(connection: Connection, run_id: str) -> list[StoredCheckpoint]:
     """Return a run's checkpoints in the order of their steps."""
     return sorted((await read_checkpoints(connection, run_id)).values(), key=lambda each: each.step)
-
-
-@asynccontextmanager
-async def open_checkpoint_store(address: StackAddress) -> AsyncIterator[ObjectStore]:
-    """Open the object store; an object of a checkpoint that is missing or corrupted becomes a TrainbusError."""
-    try:
-        async with open_object_store(address) as objects:
-            yield objects
-    except ObjectCorrupted as error:
-        raise TrainbusError(f"{error}: `trainbus checkpoints verify --repair` looks for another copy") from error
-    except ObjectNotFound as error:
-        raise TrainbusError(f"{error} is not in the store: `trainbus checkpoints verify` lists all such") from error
 
 
 async def find_checkpoint(connection: Connection, target: str) -> StoredCheckpoint:
@@ -221,18 +213,6 @@ async def read_ranking(
     return find_ranking_metric(spec, known), find_best(spec, known)
 
 
-async def select_checkpoints(connection: Connection, name: str | None) -> dict[str, StoredCheckpoint]:
-    """Return manifest address -> checkpoint: of a run, the one that RUN@STEP, RUN@best or RUN@last names, or all."""
-    if name is None:
-        return await read_checkpoints(connection)
-    parsed = CheckpointName.parse(name)
-    run_id = await find_run(connection, parsed.run)
-    if not parsed.mark:
-        return await read_checkpoints(connection, run_id)
-    stored = await find_run_checkpoint(connection, run_id, parsed.mark)
-    return {stored.uri: stored}
-
-
 async def read_spec(connection: Connection, run_id: str) -> RunSpec | None:
     """Return what a run was accepted as; None before that."""
     accepted = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunAccepted.fact))
@@ -259,16 +239,6 @@ async def _find_champion(connection: Connection, target: str) -> str:
     return str(champions[model])
 
 
-async def load_checkpoint(objects: ObjectStore, stored: StoredCheckpoint) -> LoadedCheckpoint:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        TrainbusError: it is not the manifest that was committed.
-        ObjectNotFound: it is not in the store.
-    """
-    return parse_manifest(stored, await objects.get(stored.uri))
-
-
 def parse_manifest(stored: StoredCheckpoint, content: bytes) -> LoadedCheckpoint:
     """Return a checkpoint with the files that its manifest names.
 
@@ -288,45 +258,21 @@ def parse_manifest(stored: StoredCheckpoint, content: bytes) -> LoadedCheckpoint
         raise TrainbusError(f"{stored.uri} is {error}") from error
 
 
-async def find_rotten(
-    objects: ObjectStore, found: Mapping[str, StoredCheckpoint], advance: Callable[[int, int], None]
-) -> dict[str, set[str]]:
-    """Return manifest address -> blobs that are missing or differ from their hash, for checkpoints that have any.
+async def verify_checkpoints(
+    connection: Connection, name: str | None, advance: Callable[[int, int], None]
+) -> CheckpointVerification:
+    """Have the gateway read checkpoints back: of a run, the one that RUN@STEP, RUN@best or RUN@last names, or all.
 
-    Each blob is read once, also if several checkpoints share it. ``advance`` gets (bytes read, all bytes).
+    ``advance`` gets (bytes read, all bytes).
     """
-    rotten: dict[str, set[str]] = {}
-    users: dict[Blob, list[str]] = {}
-    for uri, stored in found.items():
-        try:
-            loaded = await load_checkpoint(objects, stored)
-        except (TrainbusError, ObjectNotFound):
-            rotten[uri] = {uri}
-            continue
-        for blob in blobs_of_files(loaded.files):
-            users.setdefault(blob, []).append(uri)
-    slots = asyncio.Semaphore(PARALLEL)
-    done, total = 0, sum(blob.size_bytes for blob in users)
-
-    async def check(blob: Blob) -> None:
-        nonlocal done
-        async with slots:
-            try:
-                intact = await objects.hash(blob.uri) == blob_sha256(blob.uri)
-            except ObjectNotFound:
-                intact = False
-            except TransientError:
-                # A store with checksums of its own does not serve rotten bytes. If it is away, this raises, too.
-                await objects.head(blob.uri)
-                intact = False
-        if not intact:
-            for uri in users[blob]:
-                rotten.setdefault(uri, set()).add(blob.uri)
-        done += blob.size_bytes
-        advance(done, total)
-
-    await asyncio.gather(*(check(blob) for blob in users))
-    return rotten
+    if name is None:
+        return CheckpointVerification(**await connection.await_result("/checkpoints/verify", advance))
+    parsed = CheckpointName.parse(name)
+    run_id = await find_run(connection, parsed.run)
+    params = {"mark": parsed.mark} if parsed.mark else {}
+    return CheckpointVerification(
+        **await connection.await_result(f"/training-runs/{run_id}/checkpoints/verify", advance, params=params)
+    )
 
 
 async def request_repair(

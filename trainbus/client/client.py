@@ -124,7 +124,7 @@ class AsyncClient:
             options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
         package = pack_project(folder) if folder is not None else None
         # Validated before anything is sent.
-        request = build_request(folder, task, package, self.address.bucket_code, options)
+        request = build_request(folder, task, package, options)
         unchecked = "" if options.get("check") is False else await check_submission(request, package)
         if package is not None and request.code is not None:
             uri = await upload_package(self.address, package)
@@ -377,7 +377,7 @@ class AsyncClient:
 
     async def dataset(self, name: str) -> DatasetRecord:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
-        return find_dataset(await read_history(self.connection), name, self.address)
+        return find_dataset(await read_history(self.connection), name)
 
     async def put(self, path: Path | str, uri: str) -> PutResult:
         """Put a file or a folder into the store; what is there with the same content is not sent again.

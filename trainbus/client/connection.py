@@ -84,6 +84,34 @@ class Connection:
                 continue
             return _read_answer(answer)
 
+    async def await_result(self, path: str, advance: Callable[[int, int], None], **request: Any) -> Any:
+        """Ask for what takes minutes, and return its result; ``advance`` gets (bytes done, all bytes) meanwhile.
+
+        Raises as ``get`` does.
+        """
+        name, url = "", self._http.base_url
+        try:
+            timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+            async with self._http.stream("POST", path, timeout=timeout, **request) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    _read_answer(answer)
+                async for line in answer.aiter_lines():
+                    if line.startswith("event: "):
+                        name = line.removeprefix("event: ")
+                    elif line.startswith("data: "):
+                        data = json.loads(line.removeprefix("data: "))
+                        match name:
+                            case "progress":
+                                advance(data["done"], data["total"])
+                            case "problem":
+                                raise _describe_problem(data["status"], data, url)
+                            case _:
+                                return data
+        except httpx.TransportError as error:
+            raise StackUnreachableError(describe_absence(url, error)) from error
+        raise StackUnreachableError(f"the gateway at {url} stops and has left the work unfinished: ask again")
+
     async def publish_request(self, event: Request, event_id: str | None = None) -> PublishedRequest:
         """Publish a request and return it once the bus has stored it. The same ``event_id`` is the same request."""
         key = event_id or uuid.uuid4().hex
@@ -251,19 +279,23 @@ def _read_answer(answer: httpx.Response) -> Any:
         found = None
     if answer.is_success and found is not None:
         return found
-    problem = found if isinstance(found, dict) else {}
-    detail = str(problem.get("detail") or f"{answer.request.url} answers {answer.status_code}")
-    match answer.status_code:
+    raise _describe_problem(answer.status_code, found if isinstance(found, dict) else {}, answer.request.url)
+
+
+def _describe_problem(status: int, problem: Mapping[str, Any], url: httpx.URL) -> TrainbusError:
+    """Return the error that a problem document says."""
+    detail = str(problem.get("detail") or f"{url} answers {status}")
+    match status:
         case 404:
-            raise NotFoundError(detail)
+            return NotFoundError(detail)
         case 409 if problem.get("type") == AMBIGUOUS:
-            raise NotFoundError(detail)
+            return NotFoundError(detail)
         case 409 | 422:
-            raise UsageError(detail)
+            return UsageError(detail)
         case 503:
-            raise StackUnreachableError(f"{detail} (`trainbus doctor` shows what is wrong)")
+            return StackUnreachableError(f"{detail} (`trainbus doctor` shows what is wrong)")
         case _:
-            raise TrainbusError(detail)
+            return TrainbusError(detail)
 
 
 def gateway_url(address: StackAddress) -> str:

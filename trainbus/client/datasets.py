@@ -1,4 +1,4 @@
-"""Datasets: found by the log, read from the object store by the client itself, without any service."""
+"""Datasets: found by the log, read from the gateway, verified by the client itself."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+import httpx
 from pydantic import ValidationError
 
 from contracts import subjects
-from contracts.datasets import SPLITS, IndexRecord, Manifest, dataset_uri, ingestion_uri, shard_uri
+from contracts.datasets import SPLITS, IndexRecord, Manifest, shard_uri
 from services.kit.concurrency import gather_limited
-from services.kit.store.errors import ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.uris import split_uri
-from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
+from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.gateway import check_answer, download
 from trainbus.datasets.diff import Difference, UnsortedIndex, compare
 from trainbus.datasets.history import AmbiguousName, DatasetRecord, History
-
-if TYPE_CHECKING:
-    from services.kit.store.objects import ObjectStore
 
 SHA256_CHARS = 64
 #: Files that are fetched at the same time.
@@ -59,14 +56,14 @@ async def read_history(connection: Connection) -> History:
     return History((each.envelope.time, each.event) for each in await connection.read(*FACTS))
 
 
-def find_dataset(history: History, name: str, address: StackAddress) -> DatasetRecord:
+def find_dataset(history: History, name: str) -> DatasetRecord:
     """Return the dataset that ``name`` means. A full id is valid even if the log no longer has its facts.
 
     Raises:
         NotFoundError: there is none, or there are several.
     """
     try:
-        known = history.find(name)
+        return history.find(name)
     except AmbiguousName as error:
         if error.found:
             listed = "\n".join(f"  {dataset_id}" for dataset_id in error.found[:10])
@@ -79,59 +76,52 @@ def find_dataset(history: History, name: str, address: StackAddress) -> DatasetR
                 why = made[0].failed or "it is not sharded yet"
                 raise NotFoundError(f"ingestion {made[0].ingestion_id} has no dataset: {why}") from None
             raise NotFoundError(f"there is no dataset {name!r}: `trainbus datasets` lists them") from None
-        known = DatasetRecord(name)
-    known.manifest_uri = known.manifest_uri or dataset_uri(address.settings().bucket_datasets, known.dataset_id)
-    return known
+        return DatasetRecord(name)
 
 
 def _is_id(name: str) -> bool:
     return len(name) == SHA256_CHARS and set(name) <= set("0123456789abcdef")
 
 
-async def load_dataset(objects: ObjectStore, known: DatasetRecord) -> LoadedDataset:
+async def load_dataset(http: httpx.AsyncClient, known: DatasetRecord) -> LoadedDataset:
     """Read a dataset's manifest.
 
     Raises:
         TrainbusError: it is missing, or its hash is not the dataset's id.
     """
-    uri = known.manifest_uri
-    try:
-        content = await objects.get(uri)
-    except ObjectNotFound:
-        raise TrainbusError(f"{uri} is not in the store: `trainbus datasets verify --repair` makes it again") from None
+    answer = await http.get(f"/datasets/{known.dataset_id}/manifest")
+    check_answer(answer)
+    content, uri = answer.content, answer.headers["Content-Location"]
     if hashlib.sha256(content).hexdigest() != known.dataset_id:
-        raise TrainbusError(f"{uri} is damaged, its hash is not the dataset's id: `trainbus datasets verify --repair`")
+        raise TrainbusError(f"{uri} arrived damaged, its hash is not the dataset's id: ask again")
     try:
-        return LoadedDataset(known, Manifest.model_validate_json(content), content, split_uri(uri)[0])
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         raise TrainbusError(f"{uri} is not one this version reads: {error.errors()[0]['msg']}") from error
+    known.manifest_uri = uri
+    return LoadedDataset(known, manifest, content, split_uri(uri)[0])
 
 
-async def fetch_index(objects: ObjectStore, loaded: LoadedDataset, path: Path) -> None:
+async def fetch_index(http: httpx.AsyncClient, loaded: LoadedDataset, path: Path) -> None:
     """Download the list of a dataset's records, sorted by key.
 
     Raises:
         TrainbusError: it is no longer in the store.
     """
-    uri = ingestion_uri(loaded.bucket, loaded.manifest.fingerprint, "index.jsonl")
-    try:
-        await objects.download(uri, path)
-    except ObjectNotFound:
-        raise TrainbusError(
-            f"{uri} is no longer in the store, so the records of dataset {loaded.known.dataset_id[:12]} cannot be "
-            f"listed: ingest {loaded.manifest.source} again"
-        ) from None
+    await download(http, f"/datasets/{loaded.known.dataset_id}/index", path)
 
 
-async def count_classes(objects: ObjectStore, loaded: LoadedDataset) -> Counter[tuple[str, str]]:
+async def count_classes(http: httpx.AsyncClient, loaded: LoadedDataset) -> Counter[tuple[str, str]]:
     """Return (split, class) -> number of records, from the dataset's index."""
     with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
         path = Path(folder) / "index.jsonl"
-        await fetch_index(objects, loaded, path)
+        await fetch_index(http, loaded, path)
         return Counter((each["split"], each["label"] or "") for each in iterate_records(path))
 
 
-async def compare_datasets(objects: ObjectStore, old: LoadedDataset, new: LoadedDataset, examples: int) -> Difference:
+async def compare_datasets(
+    http: httpx.AsyncClient, old: LoadedDataset, new: LoadedDataset, examples: int
+) -> Difference:
     """Compare the records of two datasets; ``examples`` keys of each kind of change are named.
 
     Raises:
@@ -140,7 +130,7 @@ async def compare_datasets(objects: ObjectStore, old: LoadedDataset, new: Loaded
     with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
         paths = Path(folder) / "before.jsonl", Path(folder) / "after.jsonl"
         for loaded, path in zip((old, new), paths, strict=True):
-            await fetch_index(objects, loaded, path)
+            await fetch_index(http, loaded, path)
         try:
             return await asyncio.to_thread(compare, iterate_records(paths[0]), iterate_records(paths[1]), examples)
         except UnsortedIndex as error:
@@ -169,6 +159,38 @@ def iterate_records(path: Path) -> Iterator[IndexRecord]:
 
 
 @dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """A file of a dataset that differs from its manifest."""
+
+    uri: str
+    problem: str
+    #: Its path in the manifest; '' for the manifest itself.
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was verified, and the damage by dataset."""
+
+    datasets: int
+    shards: int
+    samples: int
+    size_bytes: int
+    damaged: dict[str, list[DamagedFile]]
+
+
+async def verify_datasets(
+    connection: Connection, dataset_ids: Sequence[str], advance: Callable[[int, int], None]
+) -> Verification:
+    """Have the gateway read datasets back and compare every hash; ``advance`` gets (bytes read, all bytes)."""
+    if not dataset_ids:
+        return Verification(0, 0, 0, 0, {})
+    found = await connection.await_result("/datasets/verify", advance, json={"datasets": list(dataset_ids)})
+    damaged = {each: [DamagedFile(**file) for file in files] for each, files in found.pop("damaged").items()}
+    return Verification(**found, damaged=damaged)
+
+
+@dataclass(frozen=True, slots=True)
 class FetchedDataset:
     """A dataset in a local folder. ``fetched`` files were missing there, or differed."""
 
@@ -178,7 +200,7 @@ class FetchedDataset:
 
 
 async def fetch_dataset(
-    objects: ObjectStore,
+    http: httpx.AsyncClient,
     loaded: LoadedDataset,
     folder: Path,
     splits: Sequence[str],
@@ -214,12 +236,7 @@ async def fetch_dataset(
         nonlocal fetched, done
         path = folder / _check_path(name)
         if not (path.exists() and await asyncio.to_thread(hash_file, path) == sha256):
-            try:
-                await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
-            except (ObjectNotFound, ValueError) as error:
-                raise TrainbusError(
-                    f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it again"
-                ) from error
+            await _fetch_file(http, loaded.known.dataset_id, name, sha256, path)
             fetched += 1
         done += size
         advance(done, total)
@@ -230,6 +247,24 @@ async def fetch_dataset(
     partial.write_bytes(loaded.content)
     partial.replace(manifest)
     return FetchedDataset(len(files), fetched, total)
+
+
+async def _fetch_file(http: httpx.AsyncClient, dataset_id: str, name: str, sha256: str, path: Path) -> None:
+    """Write a file of a dataset once it has arrived whole."""
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        await download(http, f"/datasets/{dataset_id}/files/{quote(name)}", partial)
+        if await asyncio.to_thread(hash_file, partial) != sha256:
+            raise TrainbusError("it does not have the hash that the manifest names")
+        partial.replace(path)
+    except StackUnreachableError:
+        raise
+    except TrainbusError as error:
+        raise TrainbusError(
+            f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it again"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _check_path(name: str) -> PurePosixPath:

@@ -8,23 +8,17 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from contracts import subjects, topology
-from contracts.datasets import dataset_uri
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
-from services.kit.store.uris import split_uri
-from services.sharding.core.manifest import link_name
 from trainbus.client.connection import Connection
-from trainbus.client.dataset_verification import DamagedFile
+from trainbus.client.datasets import DamagedFile
 from trainbus.client.errors import TrainbusError, UsageError, invalid_request
-from trainbus.datasets.history import DatasetRecord, History
-
-if TYPE_CHECKING:
-    from services.kit.store.objects import ObjectStore
+from trainbus.datasets.history import DatasetRecord
 
 POLL_S = 0.5
 #: Seconds after which progress is out of date: the ingestion stopped without a fact about its end.
@@ -116,21 +110,16 @@ async def follow_ingestion(
         await asyncio.sleep(POLL_S)
 
 
-async def find_made_dataset(connection: Connection, objects: ObjectStore, event: DatasetIngested) -> str | None:
-    """Return the dataset's id once its manifest is stored: sharding publishes nothing for the same input again."""
-    names = (subjects.fact("dataset", subjects.WILDCARD, name) for name in ("ingested", "sharded"))
-    facts = await connection.read(*names)
-    made = History((each.time, each.event) for each in facts).ingestions[event.ingestion_id]
-    if made.dataset_id is None:
-        return None
-    bucket = split_uri(event.index_uri)[0]
-    return made.dataset_id if await objects.exists(dataset_uri(bucket, made.dataset_id)) else None
+async def find_made_dataset(connection: Connection, event: DatasetIngested) -> str | None:
+    """Return the dataset's id once it is stored: sharding publishes nothing for the same input again."""
+    found = await connection.get(f"/ingestions/{event.ingestion_id}")
+    return None if found["dataset_id"] is None else str(found["dataset_id"])
 
 
 async def repair_dataset(
-    connection: Connection, objects: ObjectStore, known: DatasetRecord, files: Sequence[DamagedFile], report: Report
+    connection: Connection, known: DatasetRecord, files: Sequence[DamagedFile], report: Report
 ) -> None:
-    """Delete the damaged files and have sharding write them again.
+    """Have the gateway delete the damaged files, and sharding write them again.
 
     Raises:
         TrainbusError: the source has changed.
@@ -140,11 +129,6 @@ async def repair_dataset(
         raise TrainbusError(
             f"the log no longer says how dataset {known.dataset_id[:12]} was made: ingest its source again"
         )
-    # Without this link sharding checks every shard instead of trusting that it exists.
-    name = link_name(ingested.fingerprint, ingested.data.shard_bytes)
-    link = f"{ingested.index_uri.rpartition('/')[0]}/{name}"
-    for uri in [link, *(each.uri for each in files)]:
-        await objects.delete(uri)
 
     async def find_dataset_id(event: DatasetIngested) -> str | None:
         if event.fingerprint != ingested.fingerprint:
@@ -152,7 +136,9 @@ async def repair_dataset(
                 f"{ingested.data.source} is no longer what dataset {known.dataset_id[:12]} was made of: what it holds "
                 "now becomes another dataset. Put it back as it was and repair again, or train on the new one"
             )
-        return known.dataset_id if await objects.exists(link) else None
+        return await find_made_dataset(connection, event)
 
-    ingestion_id = await request_ingestion(connection, IngestRequested(data=ingested.data))
-    await follow_ingestion(connection, ingestion_id, find_dataset_id, report)
+    body = {"ingestion_id": ingested.ingestion_id, "files": [each.path for each in files]}
+    path = f"/datasets/{known.dataset_id}/repair"
+    repaired = await connection.await_result(path, lambda done, total: None, json=body)
+    await follow_ingestion(connection, repaired["ingestion_id"], find_dataset_id, report)

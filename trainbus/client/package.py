@@ -63,10 +63,10 @@ class CodePackage:
     git_commit: str | None
     git_dirty: bool | None
 
-    def code(self, bucket: str) -> dict[str, Any]:
-        """Return the ``code`` of a request that runs this package from ``bucket``."""
+    def code(self) -> dict[str, Any]:
+        """Return the ``code`` of a request that runs this package; the gateway that stores it says where it is."""
         found = {
-            "uri": package_uri(bucket, self.sha256),
+            "uri": package_uri("code", self.sha256),
             "sha256": self.sha256,
             "git_commit": self.git_commit,
             "git_dirty": self.git_dirty,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ from services.kit.kept_files import list_files, unpack_files
 from services.kit.store.files import hash_file
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, parse_manifest
-from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
-from trainbus.client.gateway import check_answer, open_gateway
-
-#: Seconds without a byte more after which a download is given up, the gateway may be restarting; and between attempts.
-PATIENCE_S, RETRY_S = 20.0, 0.2
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.gateway import check_answer, download, open_gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +53,15 @@ class FileSource:
 
     async def write_file(self, stored: StoredCheckpoint, file: CheckpointFile, target: Path) -> None:
         """Write a file of a checkpoint."""
-        await self._download(_path_of(stored, f"files/{quote(file.path)}"), target)
+        await download(self._http, _path_of(stored, f"files/{quote(file.path)}"), target)
 
     async def write_artifact(self, run_id: str, artifact: Artifact, target: Path) -> None:
         """Write an artifact of a run."""
-        await self._download(f"/training-runs/{run_id}/artifacts/{quote(artifact.name)}", target)
+        await download(self._http, f"/training-runs/{run_id}/artifacts/{quote(artifact.name)}", target)
 
     async def write_code(self, run_id: str, code: Code, target: Path) -> None:
         """Write the code package of a run."""
-        await self._download(f"/training-runs/{run_id}/code", target)
-
-    async def _download(self, path: str, target: Path) -> None:
-        """Write what the gateway sends; a connection that breaks is made again and goes on where it was."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        deadline, etag = time.monotonic() + PATIENCE_S, ""
-        with target.open("wb") as file:
-            while True:
-                begin = file.tell()
-                headers = {"Range": f"bytes={begin}-"} if begin else {}
-                try:
-                    async with self._http.stream("GET", path, headers=headers) as response:
-                        if response.status_code >= 400:
-                            await response.aread()
-                            check_answer(response)
-                        if begin and (response.status_code != 206 or response.headers.get("ETag", "") != etag):
-                            file.seek(0)
-                            file.truncate()
-                        etag = response.headers.get("ETag", "")
-                        async for block in response.aiter_bytes():
-                            await asyncio.to_thread(file.write, block)
-                    return
-                except httpx.TransportError as error:
-                    if file.tell() > begin:
-                        deadline = time.monotonic() + PATIENCE_S
-                    elif time.monotonic() > deadline:
-                        raise StackUnreachableError(
-                            f"the gateway at {self._http.base_url} breaks off while it sends {path}: {error!r}"
-                        ) from error
-                    await asyncio.sleep(RETRY_S)
+        await download(self._http, f"/training-runs/{run_id}/code", target)
 
 
 def _path_of(stored: StoredCheckpoint, part: str) -> str:

@@ -110,7 +110,7 @@ async def submit_study(
     run_options: SubmitOptions = {**options, "request": dict(body.get("run") or {})}  # type: ignore[typeddict-item]
     folder, task = locate_code(project, task, run_options)
     package = pack_project(folder) if folder is not None else None
-    run = build_request(folder, task, package, client.address.bucket_code, run_options)
+    run = build_request(folder, task, package, run_options)
     wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
     wanted.setdefault("name", run.name)
     try:

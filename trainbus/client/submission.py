@@ -107,7 +107,7 @@ def _build_evaluation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_request(
-    project: Path | None, task: str | None, package: CodePackage | None, bucket: str, options: SubmitOptions
+    project: Path | None, task: str | None, package: CodePackage | None, options: SubmitOptions
 ) -> TrainRequested:
     """Return the request that a submission means: its options override those of its request.
 
@@ -123,7 +123,7 @@ def build_request(
         body["command"] = shlex.split(command) if isinstance(command, str) else list(command)
         body.pop("task", None)
     if package is not None:
-        body["code"] = package.code(bucket)
+        body["code"] = package.code()
     body |= {name: given[name] for name in RUN_OPTIONS if name in given}
     if "slots" in given:
         body["slots"] = parse_slots(str(given["slots"]))

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.events.run import RunAccepted, RunPrepared
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.formats import format_bytes, plural
-from services.kit.store.errors import ObjectNotFound
 from trainbus.client.address import StackAddress
-from trainbus.client.checkpoints import StoredCheckpoint, find_rotten, load_checkpoint, read_checkpoints
+from trainbus.client.checkpoints import StoredCheckpoint, read_checkpoints
 from trainbus.client.connection import Connection
-from trainbus.client.dataset_verification import verify_datasets
-from trainbus.client.datasets import fetch_index, find_dataset, iterate_records, load_dataset, read_history
-from trainbus.client.errors import TrainbusError
+from trainbus.client.datasets import verify_datasets
+from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError
+from trainbus.client.gateway import check_answer, open_gateway
 from trainbus.client.models import ModelVersion, find_model
-from trainbus.client.object_store import open_object_store
+from trainbus.client.run_files import open_file_source, read_manifest
 
-if TYPE_CHECKING:
-    from services.kit.store.objects import ObjectStore
-
-#: Source objects that are looked up at the same time, and those that are named when they differ.
-PARALLEL, MAX_NAMED = 16, 3
+#: Files or objects that are named when they differ.
+MAX_NAMED = 3
 
 Advance = Callable[[int, int], None]
 
@@ -61,23 +55,22 @@ async def trace_model(
         None,
         version.reason,
     )
-    async with open_object_store(address) as objects:
-        async for link in _trace_checkpoint(connection, objects, version, advance):
-            yield link
-        accepted = await connection.read_last(topology.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
-        if accepted is None:
-            yield TraceLink("run", version.run_id, False, "the log has no such run")
-            return
-        spec = accepted.event.spec
-        yield TraceLink("run", f"{version.run_id} {spec.name}", None, spec.task or " ".join(spec.command or ()))
-        yield await _trace_request(connection, accepted.event)
-        yield await _trace_code(objects, spec.code)
-        async for link in _trace_dataset(connection, address, objects, version, advance):
-            yield link
+    async for link in _trace_checkpoint(connection, address, version, advance):
+        yield link
+    accepted = await connection.read_last(topology.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
+    if accepted is None:
+        yield TraceLink("run", version.run_id, False, "the log has no such run")
+        return
+    spec = accepted.event.spec
+    yield TraceLink("run", f"{version.run_id} {spec.name}", None, spec.task or " ".join(spec.command or ()))
+    yield await _trace_request(connection, accepted.event)
+    yield await _trace_code(address, version.run_id, spec.code)
+    async for link in _trace_dataset(connection, version, advance):
+        yield link
 
 
 async def _trace_checkpoint(
-    connection: Connection, objects: ObjectStore, version: ModelVersion, advance: Advance
+    connection: Connection, address: StackAddress, version: ModelVersion, advance: Advance
 ) -> AsyncIterator[TraceLink]:
     stored = (await read_checkpoints(connection, version.run_id)).get(version.checkpoint_uri)
     if stored is None:
@@ -85,21 +78,26 @@ async def _trace_checkpoint(
         return
     commit = stored.commit
     try:
-        loaded = await load_checkpoint(objects, stored)
-    except (TrainbusError, ObjectNotFound) as error:
+        async with open_file_source(address) as source:
+            loaded = await read_manifest(source, stored)
+    except StackUnreachableError:
+        raise
+    except TrainbusError as error:
         yield TraceLink("checkpoint", version.checkpoint_uri, False, str(error))
         return
     recorded = commit.manifest_sha256
     detail = f"step {commit.checkpoint.step}, manifest {loaded.manifest_sha256[:16]}"
     yield TraceLink("checkpoint", version.checkpoint_uri, None if recorded is None else True, detail)
-    yield await _trace_weights(objects, stored, len(loaded.files), advance)
+    yield await _trace_weights(connection, stored, len(loaded.files), advance)
 
 
-async def _trace_weights(objects: ObjectStore, stored: StoredCheckpoint, files: int, advance: Advance) -> TraceLink:
-    rotten = await find_rotten(objects, {stored.uri: stored}, advance)
+async def _trace_weights(connection: Connection, stored: StoredCheckpoint, files: int, advance: Advance) -> TraceLink:
+    params = {"mark": stored.step, "generation": stored.commit.generation}
+    path = f"/training-runs/{stored.commit.run_id}/checkpoints/verify"
+    found = await connection.await_result(path, advance, params=params)
     digest = f", state {stored.commit.state_digest[:16]}" if stored.commit.state_digest else ""
     what = f"{plural(files, 'file')}, {format_bytes(stored.commit.size_bytes)}{digest}"
-    damaged = rotten.get(stored.uri, set())
+    damaged = found["rotten"].get(stored.uri)
     if damaged:
         repair = f"`trainbus checkpoints verify {stored.commit.run_id} --repair` looks for another copy"
         return TraceLink("weights", what, False, f"{plural(len(damaged), 'blob')} missing or damaged: {repair}")
@@ -123,66 +121,55 @@ async def _trace_request(connection: Connection, accepted: RunAccepted) -> Trace
     return TraceLink("request", what, False, "the stream REQUESTS no longer holds it")
 
 
-async def _trace_code(objects: ObjectStore, code: Any) -> TraceLink:
+async def _trace_code(address: StackAddress, run_id: str, code: Any) -> TraceLink:
     if code is None:
         return TraceLink("code", "none: a command of the node", None)
     dirty = " with changes that are not committed" if code.git_dirty else ""
     what = f"commit {code.git_commit}{dirty}" if code.git_commit else "a package without a commit"
+    digest = hashlib.sha256()
     try:
-        found = await objects.hash(code.uri)
-    except ObjectNotFound:
+        async with open_gateway(address) as http, http.stream("GET", f"/training-runs/{run_id}/code") as answer:
+            if not answer.is_success:
+                await answer.aread()
+            check_answer(answer)
+            async for block in answer.aiter_bytes():
+                digest.update(block)
+    except NotFoundError:
         return TraceLink("code", what, False, f"{code.uri} is no longer in the store")
     detail = f"package {code.sha256[:16]}"
-    return TraceLink("code", what, found == code.sha256, detail if found == code.sha256 else f"{code.uri} is damaged")
+    is_same = digest.hexdigest() == code.sha256
+    return TraceLink("code", what, is_same, detail if is_same else f"{code.uri} is damaged")
 
 
-async def _trace_dataset(
-    connection: Connection, address: StackAddress, objects: ObjectStore, version: ModelVersion, advance: Advance
-) -> AsyncIterator[TraceLink]:
+async def _trace_dataset(connection: Connection, version: ModelVersion, advance: Advance) -> AsyncIterator[TraceLink]:
     prepared = await connection.read_last(topology.FACTS, subjects.fact("run", version.run_id, RunPrepared.fact))
     if prepared is None:
         yield TraceLink("dataset", "none: the run had no data of trainbus", None)
         return
-    record = find_dataset(await read_history(connection), prepared.event.dataset_id, address)
-    found = await verify_datasets(objects, [record], advance)
-    damaged = found.damaged.get(record.dataset_id, [])
-    what = f"{record.dataset_id}: {plural(found.samples, 'sample')} in {plural(found.shards, 'shard')}"
+    dataset_id = prepared.event.dataset_id
+    found = await verify_datasets(connection, [dataset_id], advance)
+    damaged = found.damaged.get(dataset_id, [])
+    what = f"{dataset_id}: {plural(found.samples, 'sample')} in {plural(found.shards, 'shard')}"
     problems = "; ".join(f"{each.path or each.uri} {each.problem}" for each in damaged[:MAX_NAMED])
     yield TraceLink("dataset", what, not damaged, problems)
-    try:
-        loaded = await load_dataset(objects, record)
-        with tempfile.TemporaryDirectory(prefix="trainbus-trace-") as folder:
-            path = Path(folder) / "index.jsonl"
-            await fetch_index(objects, loaded, path)
-            versions = {(each["uri"], each["etag"]) for each in iterate_records(path)}
-    except TrainbusError as error:
-        yield TraceLink("sources", record.source, False, str(error))
-        return
-    yield await _trace_sources(objects, loaded.manifest.source, versions)
+    yield await _trace_sources(connection, dataset_id)
 
 
-async def _trace_sources(objects: ObjectStore, source: str, versions: set[tuple[str, str]]) -> TraceLink:
+async def _trace_sources(connection: Connection, dataset_id: str) -> TraceLink:
     """Compare each source object with the version that was read, by the store's own hash of it (ETag)."""
-    what = f"{source}: {plural(len(versions), 'object')}"
-    if not source.startswith("s3://"):
+    try:
+        path = f"/datasets/{dataset_id}/sources/verify"
+        found = await connection.await_result(path, lambda done, total: None)
+    except StackUnreachableError:
+        raise
+    except TrainbusError as error:
+        return TraceLink("sources", "what the dataset was made of", False, str(error))
+    what = f"{found['source']}: {plural(found['objects'], 'object')}"
+    if not found["is_compared"]:
         return TraceLink("sources", what, None, "a folder of a machine: only the dataset's own copy can be verified")
-    present = {(f"s3://{info.bucket}/{info.key}", info.etag) async for info in objects.list(source)}
-    # Entity and feature tables may lie elsewhere.
-    elsewhere = sorted(uri for uri, _ in versions - present if not uri.startswith(source))
-    slots = asyncio.Semaphore(PARALLEL)
-
-    async def read_version(uri: str) -> tuple[str, str] | None:
-        async with slots:
-            try:
-                return uri, (await objects.head(uri)).etag
-            except ObjectNotFound:
-                return None
-
-    present |= {each for each in await asyncio.gather(*map(read_version, elsewhere)) if each is not None}
-    changed = sorted(uri for uri, _ in versions - present)
-    if changed:
-        named = ", ".join(changed[:MAX_NAMED]) + (" ..." if len(changed) > MAX_NAMED else "")
-        count = plural(len(changed), "object is", "objects are")
+    if found["changed_count"]:
+        named = ", ".join(found["changed"][:MAX_NAMED]) + (" ..." if found["changed_count"] > MAX_NAMED else "")
+        count = plural(found["changed_count"], "object is", "objects are")
         detail = f"{count} gone or changed since ({named}); the dataset holds what was read"
         return TraceLink("sources", what, False, detail)
     return TraceLink("sources", what, True)

@@ -122,26 +122,27 @@ async def verify(
     as_json: Json = False,
 ) -> None:
     """Read committed checkpoints back from the store and compare every hash; exit 1 if anything is rotten."""
-    from trainbus.client.checkpoints import find_rotten, open_checkpoint_store, request_repair, select_checkpoints
+    from trainbus.client.checkpoints import request_repair, verify_checkpoints
 
-    found = await select_checkpoints(client.connection, name)
-    async with open_checkpoint_store(client.address) as objects:
-        with byte_bar("reading back", quiet=as_json) as advance:
-            rotten = await find_rotten(objects, found, advance)
+    with byte_bar("reading back", quiet=as_json) as advance:
+        found = await verify_checkpoints(client.connection, name, advance)
+    rotten = found.rotten
     if as_json:
-        print(render.as_json({"checkpoints": len(found), "rotten": {uri: sorted(bad) for uri, bad in rotten.items()}}))
+        print(render.as_json({"checkpoints": found.checkpoints, "rotten": rotten}))
     for uri, bad in rotten.items() if not as_json else ():
         print(f"rotten: {uri}")
-        for each in sorted(bad):
+        for each in bad:
             print(f"  {'its manifest' if each == uri else each}")
     if not rotten:
         if not as_json:
-            print(f"{len(found)} checkpoints are as they were committed")
+            print(f"{found.checkpoints} checkpoints are as they were committed")
         return
     if not repair:
-        raise TrainbusError(f"{len(rotten)} of {len(found)} checkpoints are rotten; --repair looks for other copies")
-    runs = {found[uri].commit.run_id for uri in rotten}
-    await request_repair(client.connection, runs, set().union(*rotten.values()), wait_s, _print_repaired)
+        raise TrainbusError(
+            f"{len(rotten)} of {found.checkpoints} checkpoints are rotten; --repair looks for other copies"
+        )
+    missing = {blob for bad in rotten.values() for blob in bad}
+    await request_repair(client.connection, found.runs, missing, wait_s, _print_repaired)
     print("repaired: every rotten blob was written again from a node's copy, and read back")
 
 

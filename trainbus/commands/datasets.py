@@ -15,9 +15,8 @@ from trainbus.commands.options import DataDir, Dataset, Json, StackName, choose_
 from trainbus.commands.progress import byte_bar, ingestion_bar
 
 if TYPE_CHECKING:
-    from services.kit.store.objects import ObjectStore
     from trainbus.client.client import AsyncClient
-    from trainbus.client.dataset_verification import Verification
+    from trainbus.client.datasets import Verification
     from trainbus.datasets.history import DatasetRecord
 
 app = typer.Typer(help="Datasets: list, show, verify and compare them, make one, print their lineage.")
@@ -59,13 +58,13 @@ async def show(
 ) -> None:
     """Show one dataset: its splits, classes, statistics and shards."""
     from trainbus.client.datasets import count_classes, list_shard_uris, load_dataset
-    from trainbus.client.object_store import open_object_store
+    from trainbus.client.gateway import open_gateway
     from trainbus.commands import dataset_tables
 
     known = await client.dataset(name)
-    async with open_object_store(client.address) as objects:
-        loaded = await load_dataset(objects, known)
-        counts = await count_classes(objects, loaded) if classes and not urls else None
+    async with open_gateway(client.address) as http:
+        loaded = await load_dataset(http, known)
+        counts = await count_classes(http, loaded) if classes and not urls else None
     if urls:
         found = list_shard_uris(loaded, split)
         print(render.as_json(found) if as_json else "\n".join(found))
@@ -87,20 +86,18 @@ async def verify(
     """Read datasets back from the store and compare every hash; exit 1 if anything is damaged."""
     from trainbus.client.datasets import find_dataset, read_history
     from trainbus.client.ingestion import repair_dataset
-    from trainbus.client.object_store import open_object_store
 
-    async with open_object_store(client.address) as objects:
-        history = await read_history(client.connection)
-        names = [name] if name is not None else history.datasets
-        datasets = [find_dataset(history, each, client.address) for each in names]
-        found = await _verify(objects, datasets, quiet=as_json)
-        if repair and found.damaged:
-            _print_verification(found, as_json=False, stderr=True)
-            damaged = [known for known in datasets if known.dataset_id in found.damaged]
-            for known in damaged:
-                with ingestion_bar(quiet=as_json) as report:
-                    await repair_dataset(client.connection, objects, known, found.damaged[known.dataset_id], report)
-            found = await _verify(objects, damaged, quiet=as_json)
+    history = await read_history(client.connection)
+    names = [name] if name is not None else history.datasets
+    datasets = [find_dataset(history, each) for each in names]
+    found = await _verify(client, datasets, quiet=as_json)
+    if repair and found.damaged:
+        _print_verification(found, as_json=False, stderr=True)
+        damaged = [known for known in datasets if known.dataset_id in found.damaged]
+        for known in damaged:
+            with ingestion_bar(quiet=as_json) as report:
+                await repair_dataset(client.connection, known, found.damaged[known.dataset_id], report)
+        found = await _verify(client, damaged, quiet=as_json)
     _print_verification(found, as_json=as_json)
     if found.damaged:
         remedy = "--repair makes the damaged files again, from what was ingested or from the source"
@@ -108,11 +105,11 @@ async def verify(
         raise TrainbusError(f"{len(found.damaged)} of {found.datasets} datasets damaged{hint}")
 
 
-async def _verify(objects: ObjectStore, datasets: list[DatasetRecord], *, quiet: bool) -> Verification:
-    from trainbus.client.dataset_verification import verify_datasets
+async def _verify(client: AsyncClient, datasets: list[DatasetRecord], *, quiet: bool) -> Verification:
+    from trainbus.client.datasets import verify_datasets
 
     with byte_bar("reading back", quiet=quiet) as advance:
-        return await verify_datasets(objects, datasets, advance)
+        return await verify_datasets(client.connection, [known.dataset_id for known in datasets], advance)
 
 
 def _print_verification(found: Verification, *, as_json: bool, stderr: bool = False) -> None:
@@ -142,12 +139,12 @@ async def fetch(
 ) -> None:
     """Fetch a dataset into a folder and verify every byte; files that are there already stay."""
     from trainbus.client.datasets import fetch_dataset, load_dataset
-    from trainbus.client.object_store import open_object_store
+    from trainbus.client.gateway import open_gateway
 
-    async with open_object_store(client.address) as objects:
-        loaded = await load_dataset(objects, await client.dataset(name))
+    async with open_gateway(client.address) as http:
+        loaded = await load_dataset(http, await client.dataset(name))
         with byte_bar("fetching", quiet=as_json) as advance:
-            found = await fetch_dataset(objects, loaded, folder, split or (), advance)
+            found = await fetch_dataset(http, loaded, folder, split or (), advance)
     if as_json:
         named = {"dataset_id": loaded.known.dataset_id, "folder": str(folder)}
         print(render.as_json({**named, **render.to_plain(found)}))
@@ -166,14 +163,14 @@ async def diff(
 ) -> None:
     """List what changed between two datasets, by split and class; exit 1 if anything did."""
     from trainbus.client.datasets import compare_datasets, find_dataset, load_dataset, read_history
-    from trainbus.client.object_store import open_object_store
+    from trainbus.client.gateway import open_gateway
     from trainbus.commands import dataset_tables
 
     history = await read_history(client.connection)
-    pair = [find_dataset(history, name, client.address) for name in (one, other)]
-    async with open_object_store(client.address) as objects:
-        old, new = [await load_dataset(objects, known) for known in pair]
-        found = await compare_datasets(objects, old, new, examples)
+    pair = [find_dataset(history, name) for name in (one, other)]
+    async with open_gateway(client.address) as http:
+        old, new = [await load_dataset(http, known) for known in pair]
+        found = await compare_datasets(http, old, new, examples)
     settings = dataset_tables.list_settings_changes(old.manifest, new.manifest)
     if as_json:
         print(render.as_json(dataset_tables.difference_to_plain(old, new, found, settings)))
@@ -219,7 +216,6 @@ async def ingest(
 ) -> None:
     """Make a dataset without training on it; print its id."""
     from trainbus.client import ingestion
-    from trainbus.client.object_store import open_object_store
     from trainbus.client.submission import resolve_source
 
     given = {"source": source and resolve_source(source), "format": data_format, "label_field": label_field}
@@ -231,12 +227,8 @@ async def ingest(
     if not follow:
         print(render.as_json({"ingestion_id": ingestion_id}) if as_json else ingestion_id)
         return
-    async with open_object_store(client.address) as objects:
-        with ingestion_bar(quiet=as_json) as report:
-            dataset_id = await ingestion.follow_ingestion(
-                client.connection,
-                ingestion_id,
-                lambda event: ingestion.find_made_dataset(client.connection, objects, event),
-                report,
-            )
+    with ingestion_bar(quiet=as_json) as report:
+        dataset_id = await ingestion.follow_ingestion(
+            client.connection, ingestion_id, lambda event: ingestion.find_made_dataset(client.connection, event), report
+        )
     print(render.as_json({"ingestion_id": ingestion_id, "dataset_id": dataset_id}) if as_json else dataset_id)

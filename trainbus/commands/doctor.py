@@ -314,16 +314,18 @@ def _tcp(what: str, address: StackAddress) -> CheckResult:
 
 
 def _s3(address: StackAddress) -> CheckResult:
-    if address.s3_endpoint is None:
+    stack = read_stack(address.data_dir) if address.data_dir is not None else None
+    endpoint = os.environ.get("TRAINBUS_S3_ENDPOINT") if stack is None else stack.s3_endpoint
+    if not endpoint:
         return CheckResult("S3", "note", "TRAINBUS_S3_ENDPOINT is not set: AWS's own S3 is meant")
     try:
-        urllib.request.urlopen(address.s3_endpoint, timeout=2).close()
+        urllib.request.urlopen(endpoint, timeout=2).close()
     except urllib.error.HTTPError:
         pass  # it answers, if only to say that we must sign our requests
     except OSError as error:
         remedy = "trainbus up, or set TRAINBUS_S3_ENDPOINT"
-        return CheckResult("S3", "missing", f"nothing at {address.s3_endpoint}: {error}", remedy)
-    return CheckResult("S3", "ok", address.s3_endpoint)
+        return CheckResult("S3", "missing", f"nothing at {endpoint}: {error}", remedy)
+    return CheckResult("S3", "ok", endpoint)
 
 
 def _service(name: str, url: str, log: str) -> CheckResult:

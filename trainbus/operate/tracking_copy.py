@@ -10,6 +10,7 @@ from services.tracking.replay import ReplaySummary, replay_tracking
 from services.tracking.settings import TrackingSettings
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import TrainbusError
+from trainbus.operate.stack_settings import read_settings
 
 
 async def write_tracking(address: StackAddress, into: str, artifacts: str | None) -> ReplaySummary:
@@ -24,7 +25,7 @@ async def write_tracking(address: StackAddress, into: str, artifacts: str | None
         artifacts = (Path(into.removeprefix("sqlite:///")).resolve().parent / "artifacts").as_uri()
     with tempfile.TemporaryDirectory(prefix="trainbus-replay-") as scratch:
         own = {"mlflow_tracking_uri": into, "mlflow_artifact_location": artifacts, "data_dir": Path(scratch)}
-        settings = TrackingSettings(**address.settings().model_dump() | own)
+        settings = TrackingSettings(**read_settings(address).model_dump() | own)
         bus = Bus("replay", settings)
         await bus.connect()
         try:

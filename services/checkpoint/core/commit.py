@@ -28,7 +28,7 @@ from contracts.events.checkpoint import (
     FileListing,
 )
 from contracts.events.run import CheckpointRef, RunPlaced
-from contracts.manifest import MAX_LISTING_BYTES
+from contracts.manifest import MAX_LISTING_BYTES, Blob, blobs_of_files
 from services.checkpoint.core.digests import DIGESTS, MAX_DIGESTS_BYTES, state_digest, union
 
 BLOBS = "blobs/sha256/"
@@ -51,15 +51,6 @@ class Refusal:
     reason: str
     #: The ranks did their part: the store lacks something, or holds something else.
     infrastructure_failure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """An object that the store must hold; its name is the hash of its bytes."""
-
-    uri: str
-    sha256: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +242,3 @@ def _chunk_problem(path: str, chunk: Chunk, bucket: str) -> str:
             return f"a piece of {path!r} is a difference, but to what, or of which size, is not said: {link.uri}"
         link = link.base
     return f"a piece of {path!r} is a difference on more than {MAX_CHAIN} others: {chunk.uri}"
-
-
-def blobs_of_files(files: Iterable[CheckpointFile]) -> dict[Blob, str]:
-    """Every blob that is needed to get the files back, bases included, and the first file that needs it."""
-    found: dict[Blob, str] = {}
-    for file in files:
-        for chunk in file.chunks:
-            link: Chunk | None = chunk
-            while link is not None:
-                plain = link.encoding == "plain" or link.stored_bytes is None
-                size_bytes = link.size_bytes if plain else link.stored_bytes
-                found.setdefault(Blob(link.uri, link.uri.rsplit("/", 1)[1], size_bytes or 0), file.path)
-                link = link.base
-    return found

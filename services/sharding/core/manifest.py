@@ -1,38 +1,27 @@
-"""The manifest of a dataset, and the names of its link and journal."""
+"""The manifest of a dataset, and the name of its journal."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 from contracts.datasets import (
+    LAYOUT_VERSION,
     SPLITS,
     FieldStatistics,
     Manifest,
     SplitFiles,
-    canonical_json,
+    plan_id,
     split_config_hash,
 )
 from contracts.events.dataset import DatasetIngested, ShardFile
 
-#: Changes whenever the same index results in other shards.
-LAYOUT_VERSION = 3
 #: Formats whose samples have one size and lie in flat files.
 FLAT = ("text", "tokens")
 
 
-def _plan_id(fingerprint: str, shard_bytes: int) -> str:
-    return hashlib.sha256(canonical_json([LAYOUT_VERSION, fingerprint, shard_bytes])).hexdigest()[:16]
-
-
-def link_name(fingerprint: str, shard_bytes: int) -> str:
-    """Return the name of the object that links this input to its dataset, beside the ingestion's index."""
-    return f"dataset-{_plan_id(fingerprint, shard_bytes)}.json"
-
-
 def journal_name(fingerprint: str, shard_bytes: int) -> str:
     """Return the name of the object that lists finished shards while others are written."""
-    return f"shards-{_plan_id(fingerprint, shard_bytes)}.json"
+    return f"shards-{plan_id(fingerprint, shard_bytes)}.json"
 
 
 def build_manifest(

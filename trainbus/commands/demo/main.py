@@ -50,6 +50,7 @@ from trainbus.embedded.launch import (
 )
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 from trainbus.operate.connection import connect
+from trainbus.operate.stack_settings import read_settings
 from trainbus.step_hold import StepHold
 
 #: Seconds without an event after which the demo fails; a loaded machine is slow, but not silent.
@@ -282,7 +283,7 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
             stage.detail = f"{count:,} of {len(files):,} files"
             demo.screen.draw()
 
-    new = await demo_lake.fill_lake(address.settings(), "lake", files, report_stored)
+    new = await demo_lake.fill_lake(read_settings(address), "lake", files, report_stored)
     what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
     demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
 
@@ -290,7 +291,7 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
 async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
     stage = demo.screen.stage("code package")
     package = pack_demo_project()
-    code = package.code(address.bucket_code)
+    code = package.code()
     code["uri"] = await upload_package(address, package)
     demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
     return code

@@ -31,7 +31,7 @@ from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, 
 log = structlog.get_logger(__name__)
 
 #: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contracts.events.node import NodeJoined
-from contracts.events.run import RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import RunExited, RunReleased, RunStarted, RunStopping
 from services.worker.app import build
 from services.worker.launch.executor import ProcessExecutor
 from tests.kit.support import until as eventually
@@ -72,7 +72,7 @@ async def test_restarted_agent_catches_up(world: World, agent_process: Any) -> N
     for pid in set(ranks_of(folder / "runs" / "died")):
         with suppress(ProcessLookupError):  # a wrapper may have ended with its rank
             os.kill(pid, signal.SIGKILL)
-    await world.bus.publish(RunPreempting(run_id="stopped", generation=1, reason="room", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="stopped", generation=1, reason="preempted", message="room", grace_s=60))
     agent_process()
     assert (await _joined(world, 2)).running == (("died", 1), ("stopped", 1))
     released = await world.wait_for(RunReleased, "stopped")

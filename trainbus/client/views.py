@@ -296,7 +296,7 @@ def _apply_queued(view: RunView, event: run.RunQueued) -> None:
 
 
 def _apply_waiting(view: RunView, event: run.RunWaiting) -> None:
-    if view.state not in ("preempting", "cancelling"):
+    if view.state not in ("stopping", "cancelling"):
         view.reason = event.message
 
 

@@ -54,9 +54,7 @@ def stored(fact: Fact, subject: str | None = None, sequence: int = 1) -> RawMess
     return RawMessage(subject or fact.subject, body, headers, "FACTS", sequence, NOW)
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"), REASONS.items(), ids=lambda each: each[0] if isinstance(each, tuple) else ""
-)
+@pytest.mark.parametrize(("said", "reason"), REASONS.items())
 def test_a_stop_of_version_1_is_read_with_its_reason(said: tuple[str, Any, Any], reason: StopReason) -> None:
     sentence, queue_reason, then = said
     old = OLD.model_copy(update={"reason": sentence, "queue_reason": queue_reason, "then": then})

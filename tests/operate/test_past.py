@@ -22,6 +22,7 @@ from services.scheduler.core.capacity.demand import capacity_fact, compute_deman
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
+from tests.contracts.old_stops import as_version_1
 from tests.scheduler.world import START, Chaos, World, spec
 from trainbus.operate.history.history import History, NodeKind, offered
 from trainbus.operate.history.log import Entry, LogError, line_of, parse
@@ -73,6 +74,16 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
     assert counts.cycles > 0
+
+
+def test_a_log_of_version_1_is_decided_again_without_a_difference() -> None:
+    for seed in range(5):
+        log = lively(seed).log
+        lines = [line_of(as_version_1(fact), sequence, time) for fact, sequence, time in log]
+        assert any("trainbus.run.preempting.v1" in line for line in lines)
+        entries = list(parse(lines))
+        assert [entry.fact for entry in entries] == [entry.fact for entry in parse(line_of(*each) for each in log)]
+        assert verify_log(entries)[1] == []
 
 
 @pytest.mark.parametrize("name", policies.names())

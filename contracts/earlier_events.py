@@ -35,6 +35,7 @@ class RunPreempting(GenerationFact, fact="preempting"):
 
 
 #: What the sentences of a stop say more precisely, as schedulers wrote them: (queue_reason, sentence, reason).
+#: Anybody can publish a long sentence: no pattern may take more than linear time.
 _SENTENCES: tuple[tuple[str, re.Pattern[str], StopReason], ...] = (
     ("node lost", re.compile(r"node \S+ is unfit: "), "unfit"),
     ("node lost", re.compile(r"rank \d+ on \S+ has made no step for "), "stalled"),
@@ -44,7 +45,7 @@ _SENTENCES: tuple[tuple[str, re.Pattern[str], StopReason], ...] = (
     ("preempted", re.compile(r"node \S+ is taken away"), "notice"),
     ("preempted", re.compile(r"node \S+ has released its ranks$"), "released"),
     ("preempted", re.compile(r"maintenance of node \S+ begins$"), "maintenance"),
-    ("preempted", re.compile(r".+ has used its .+ slot-hours.* of this period; "), "quota_spent"),
+    ("preempted", re.compile(r"[^;]* of this period; the next one begins at "), "quota_spent"),
 )
 _REASONS: dict[str, StopReason] = {
     "new": "preempted",
@@ -92,8 +93,11 @@ def model_of(event_type: str) -> type[Event] | None:
     return old.recorded if old is not None else BY_TYPE.get(event_type)
 
 
-def read_data(event_type: str, data: Any) -> Event:
+def read_data(event_type: str, data: Any, extra: Literal["ignore"] | None = None) -> Event:
     """Return stored data as the present event.
+
+    Args:
+        extra: "ignore" ignores unknown fields even where the event refuses them.
 
     Raises:
         KeyError: no event has the type.
@@ -101,8 +105,8 @@ def read_data(event_type: str, data: Any) -> Event:
     """
     old = EARLIER_EVENTS.get(event_type)
     if old is None:
-        return BY_TYPE[event_type].model_validate(data)
-    return old.upgrade(old.recorded.model_validate(data))
+        return BY_TYPE[event_type].model_validate(data, extra=extra)
+    return old.upgrade(old.recorded.model_validate(data, extra=extra))
 
 
 def stored_subject(event: Event, event_type: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -73,6 +74,17 @@ def test_what_a_stop_of_version_1_says_beside_its_reason_stays() -> None:
     old = OLD.model_copy(update=fields)
     event = read_data(RunPreempting.type, json.loads(old.model_dump_json()))
     assert {name: getattr(event, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "part", ["node ", "its ranks on ", "ranks on a", " of this period", " have not started", "rank 1"]
+)
+def test_a_long_sentence_is_read_in_linear_time(part: str) -> None:
+    for queue_reason in ("preempted", "node lost"):
+        old = OLD.model_copy(update={"queue_reason": queue_reason, "reason": part * (900_000 // len(part))})
+        started = time.process_time()
+        decode(stored(old))
+        assert time.process_time() - started < 5
 
 
 def test_every_reason_is_told_from_a_stop_of_version_1() -> None:
@@ -148,8 +160,8 @@ def test_a_log_of_version_1_adds_up_to_what_one_of_today_does() -> None:
         now = read_data(type_name, data)
         assert isinstance(now, Fact)
         count += type_name in EARLIER_EVENTS
-        time = datetime.fromtimestamp(at_s, UTC)
+        when = datetime.fromtimestamp(at_s, UTC)
         for log, fact in zip(logs, (model.model_validate(data), now), strict=True):
-            log.append((decode(stored(fact, sequence=sequence))[1], sequence, time))
+            log.append((decode(stored(fact, sequence=sequence))[1], sequence, when))
     assert count >= 10
     assert fold(logs[0]) == fold(logs[1])

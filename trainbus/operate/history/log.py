@@ -116,7 +116,7 @@ def _entry(line: dict[str, Any]) -> Entry:
     time = time if time.tzinfo else time.replace(tzinfo=UTC)
     fact: Any = None
     if model is not None and issubclass(model, Fact):
-        fact = read_data(kind, line["data"])
+        fact = read_data(kind, line["data"], extra="ignore")
         subject = fact.subject
     return Entry(fact, int(line["sequence"]), time, subject)
 

@@ -144,6 +144,7 @@ class Fact(Event):
         fact: str | None = None,
         id_field: str | None = None,
         occurrence: str | None = None,
+        version: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -155,7 +156,7 @@ class Fact(Event):
             cls.occurrence_fields = tuple(occurrence.split("/"))
         if fact is not None:
             cls.fact = fact
-            cls.type = f"trainbus.{cls.aggregate}.{fact}.v1"
+            cls.type = f"trainbus.{cls.aggregate}.{fact}.v{version}"
 
     @classmethod
     def subject_filter(cls) -> str:

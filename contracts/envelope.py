@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from contracts import subjects
 from contracts.base import Event, Fact, Request, check_time
-from contracts.events import BY_TYPE
+from contracts.earlier_events import model_of, read_data, stored_subject
+from contracts.events import BY_NAME
 from contracts.problems import describe_problems, join_problems
 
 SPEC_VERSION = "1.0"
@@ -104,6 +105,8 @@ def message_id(event: Event, envelope: Envelope) -> str:
 def decode(raw: RawMessage) -> tuple[Envelope, Event]:
     """Return the envelope and the typed event of a message.
 
+    One of an earlier version is read as the present event, whose type its envelope then has, too.
+
     Raises:
         EnvelopeError: the body is too large or no JSON object, the type is unknown, or the event belongs to another
             subject.
@@ -111,18 +114,24 @@ def decode(raw: RawMessage) -> tuple[Envelope, Event]:
     """
     envelope, data = open_envelope(raw)
     event = parse(envelope, data)
-    check_subject(event, raw.subject)
-    return envelope, event
+    check_subject(envelope, event, raw.subject)
+    return read_envelope(envelope, event), event
 
 
-def check_subject(event: Event, subject: str) -> None:
+def read_envelope(envelope: Envelope, event: Event) -> Envelope:
+    """Return the envelope with the type of the event that its data was read as."""
+    return envelope if envelope.type == event.type else replace(envelope, type=event.type)
+
+
+def check_subject(envelope: Envelope, event: Event, subject: str) -> None:
     """Refuse an event that is not on its own subject: who may write to one run's subject may not write about another.
 
     Raises:
         EnvelopeError: the event's type or aggregate belongs to another subject.
     """
-    if event.subject != subjects.unwrap(subject):
-        raise EnvelopeError(f"{event.type} about {event.subject} is on another subject, {subject}")
+    own = stored_subject(event, envelope.type)
+    if own != subjects.unwrap(subject):
+        raise EnvelopeError(f"{envelope.type} about {own} is on another subject, {subject}")
 
 
 def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:
@@ -165,14 +174,14 @@ def identify(raw: RawMessage) -> Envelope:
 
 
 def parse(envelope: Envelope, data: Any) -> Event:
-    """Return ``data`` as the event that the envelope's type names."""
-    model = BY_TYPE.get(envelope.type)
+    """Return ``data`` as the event that the envelope's type names, or as the one that has taken its place."""
+    model = model_of(envelope.type)
     if model is None:
         raise EnvelopeError(f"unknown event type {envelope.type!r}")
     if not isinstance(data, dict):
         raise InvalidData(envelope, [("", f"the body must be a JSON object, not {type(data).__name__}")])
     try:
-        return model.model_validate(data)
+        return read_data(envelope.type, data)
     except ValidationError as error:
         raise InvalidData(envelope, describe_problems(error, data, model)) from error
 
@@ -182,7 +191,8 @@ def type_for_subject(subject: str) -> str:
     parts = subject.split(".")
     if parts[0] in ("progress", "log"):
         return f"trainbus.run.{parts[0]}.v1"
-    return f"trainbus.{parts[0]}.{parts[-1]}.v1"
+    name = f"trainbus.{parts[0]}.{parts[-1]}"
+    return BY_NAME[name].type if name in BY_NAME else f"{name}.v1"
 
 
 def same_trace(one: str, other: str) -> bool:

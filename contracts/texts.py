@@ -144,9 +144,9 @@ def _starved(fact: run.RunStarved) -> str:
     )
 
 
-def _preempting(fact: run.RunPreempting) -> str:
+def _stopping(fact: run.RunStopping) -> str:
     within = f"asked to stop within {fact.grace_s:g} s" if fact.grace_s else "stopped at once"
-    return f"{within}{format_reason(fact.reason)}"
+    return f"{within}{format_reason(fact.message)}"
 
 
 def _released(fact: run.RunReleased) -> str:
@@ -312,7 +312,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunStalled: _stalled,
     run.RunStraggler: _straggler,
     run.RunStarved: _starved,
-    run.RunPreempting: _preempting,
+    run.RunStopping: _stopping,
     run.RunReleased: _released,
     run.RunExited: _exited,
     run.RunCompleted: _completed,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from contracts import subjects
 from contracts.base import Event, Request
-from contracts.events import BY_TYPE
+from contracts.earlier_events import subject_filters
+from contracts.events import BY_NAME, BY_TYPE
 from contracts.events import FACTS as ALL_FACTS
 from contracts.events import REQUESTS as ALL_REQUESTS
 
@@ -65,7 +66,7 @@ class Consumer:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        return tuple(event.subject_filter() for event in self.events)
+        return tuple(subject for event in self.events for subject in subject_filters(event))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ OBJECT_BUCKETS: tuple[ObjectBucket, ...] = (SNAPSHOTS,)
 
 def _events(*, requests: str = "", **facts: str) -> tuple[type[Event], ...]:
     """Return the requests of these verbs and the facts of these names, given by their aggregate."""
-    types = [f"trainbus.{aggregate}.{name}.v1" for aggregate, names in facts.items() for name in names.split()]
-    types += [f"trainbus.{verb}.requested.v1" for verb in requests.split()]
-    return tuple(BY_TYPE[name] for name in types)
+    listed = [f"trainbus.{aggregate}.{name}" for aggregate, names in facts.items() for name in names.split()]
+    listed += [f"trainbus.{verb}.requested" for verb in requests.split()]
+    return tuple(BY_NAME[name] for name in listed)
 
 
 SCHEDULER_REQUESTS = Consumer(
@@ -220,7 +221,7 @@ CLIENTS = "clients"
 SERVICES: dict[str, ServiceEvents] = {
     "scheduler": ServiceEvents(
         publishes=_events(
-            run="accepted rejected queued waiting reserved placed preempting cancelling completed failed cancelled "
+            run="accepted rejected queued waiting reserved placed stopping cancelling completed failed cancelled "
             # Of parts that only the scheduler, or only the agent of the node takes to run.
             "released",
             node="lost draining undrained",
@@ -247,7 +248,7 @@ SERVICES: dict[str, ServiceEvents] = {
         ),
         # Whether the log supports a placement follows from what was accepted and queued.
         follows=_events(
-            run="accepted queued placed preempting released exited completed failed cancelled "
+            run="accepted queued placed stopping released exited completed failed cancelled "
             "checkpoint_committed checkpoint_refused checkpoint_rotten",
             node="joined lost draining",
         ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from contracts import subjects, topology
 from contracts.events.node import NodeJoined, NodeLeft
-from contracts.events.run import RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import RunExited, RunPlaced, RunReleased, RunStarted, RunStopping
 from services.kit.bus import Bus, Message
 from services.kit.lease import Lease
 
@@ -62,7 +62,7 @@ class SimulatedAgents:
         loop = asyncio.get_running_loop()
         last = await self.bus.js.stream_info("FACTS")
         async for batch in self.bus.follow(
-            "FACTS", ("run.*.placed", "run.*.preempting"), last.state.last_seq + 1, idle_s=0.005
+            "FACTS", ("run.*.placed", "run.*.stopping"), last.state.last_seq + 1, idle_s=0.005
         ):
             for message in batch:
                 await self._on(message, loop.time())
@@ -71,7 +71,7 @@ class SimulatedAgents:
                 if placed := self._running.pop((run_id, generation), None):
                     self._spawn(self._exit(placed))
 
-    async def _on(self, message: Message[RunPlaced] | Message[RunPreempting], now_s: float) -> None:
+    async def _on(self, message: Message[RunPlaced] | Message[RunStopping], now_s: float) -> None:
         event = message.event
         if isinstance(event, RunPlaced):
             self._running[event.run_id, event.generation] = event

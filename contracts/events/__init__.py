@@ -10,10 +10,13 @@ def _concrete(cls: type[Event]) -> list[type[Event]]:
 
 
 BY_TYPE: dict[str, type[Event]] = {cls.type: cls for cls in _concrete(Event)}
+#: The same by their types without the version: "trainbus.run.placed".
+BY_NAME: dict[str, type[Event]] = {name.rpartition(".")[0]: cls for name, cls in BY_TYPE.items()}
 REQUESTS: tuple[type[Request], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Request))
 FACTS: tuple[type[Fact], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Fact))
 
 __all__ = [
+    "BY_NAME",
     "BY_TYPE",
     "FACTS",
     "REQUESTS",

@@ -238,11 +238,44 @@ class RunStarved(GenerationFact, fact="starved", occurrence="generation/rank/ste
     hint: str
 
 
-class RunPreempting(GenerationFact, fact="preempting"):
+#: Why a placement is stopped.
+StopReason = Literal[
+    "preempted",  # another run gets its slots
+    "resized",  # it goes on with more or fewer slots
+    "cancelled",  # somebody asked for its end
+    "run_over",  # the run was over when it was placed
+    "time_limit",  # it has had its slots for as long as it may
+    "quota_spent",  # its team has used up the slot-hours of the period
+    "drained",  # a node of it is being emptied
+    "maintenance",  # a node of it has to be empty soon
+    "notice",  # a machine of it is about to be taken away
+    "released",  # a node of it has released its ranks unasked
+    "unfit",  # a device of it has failed its check
+    "stalled",  # a rank of it makes no step
+    "start_deadline",  # ranks of it have not started in time
+    "node_lost",  # a node of it is lost
+    "infrastructure",  # ranks of it have failed by a fault of their node or of the store
+    "crashed",  # ranks of it have failed by the run's own fault
+]
+#: The run is not at fault: a node or the store is.
+NODE_FAULTS: frozenset[StopReason] = frozenset({"unfit", "stalled", "start_deadline", "node_lost", "infrastructure"})
+#: The placement is broken already: its other ranks hang in a collective.
+BREAKS: frozenset[StopReason] = NODE_FAULTS | {"crashed"}
+
+
+def queue_reason_of(reason: StopReason) -> QueueReason:
+    """Return why a run is queued again that was stopped for ``reason``."""
+    if reason in NODE_FAULTS:
+        return "node lost"
+    return reason if reason in ("crashed", "resized") else "preempted"
+
+
+class RunStopping(GenerationFact, fact="stopping", version=2):
     """The ranks must checkpoint and release their slots within ``grace_s``; 0: at once, without a checkpoint."""
 
-    reason: str
-    queue_reason: QueueReason = "preempted"
+    reason: StopReason
+    #: The same for people, with what it was about.
+    message: str
     grace_s: float = Field(ge=0)
     #: What becomes of the run once every node has released its slots.
     then: Literal["queue", "cancel", "fail"] = "queue"

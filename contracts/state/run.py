@@ -28,7 +28,6 @@ from contracts.events.run import (
     RunHeldUp,
     RunNotPromoted,
     RunPlaced,
-    RunPreempting,
     RunPrepared,
     RunPrepareFailed,
     RunPromoted,
@@ -38,6 +37,7 @@ from contracts.events.run import (
     RunReleased,
     RunReserved,
     RunStarted,
+    RunStopping,
     RunTracked,
     RunWaiting,
 )
@@ -50,7 +50,7 @@ STATES = (
     "queued",
     "placed",
     "running",
-    "preempting",
+    "stopping",
     "cancelling",
     "completed",
     "failed",
@@ -60,7 +60,7 @@ STATES = (
 #: After these nothing more happens to the run itself; what follows is about its result.
 TERMINAL_STATES = frozenset(fact.fact for fact in TERMINAL)
 #: In these a run may hold slots.
-HOLDING_STATES = frozenset({"placed", "running", "preempting", "cancelling"})
+HOLDING_STATES = frozenset({"placed", "running", "stopping", "cancelling"})
 #: Facts about what a run left behind: they count in every state.
 ABOUT_RESULTS = (
     RunTracked,
@@ -75,7 +75,7 @@ ABOUT_RESULTS = (
 )
 
 #: Facts that count while the run holds slots.
-OF_HOLDERS = (RunHeldUp, RunStarted, RunPreempting, RunReleased, RunExited)
+OF_HOLDERS = (RunHeldUp, RunStarted, RunStopping, RunReleased, RunExited)
 
 #: The fields that a fact changes, by name; None: the fact does not count.
 Changes = dict[str, Any] | None
@@ -192,11 +192,9 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
             return _unless_cancelling(run, reason=held_up_text(fact)) if run.state == "placed" else {}
         case RunStarted():
             return {"state": "running", "reason": None} if run.state == "placed" else {}
-        case RunPreempting():
+        case RunStopping():
             # The first one stands.
-            return (
-                None if run.state == "preempting" else _unless_cancelling(run, state="preempting", reason=fact.reason)
-            )
+            return None if run.state == "stopping" else _unless_cancelling(run, state="stopping", reason=fact.message)
         case RunExited(outcome="succeeded"):
             return {"unfinished": tuple(node_id for node_id in run.unfinished if node_id != fact.node_id)}
         case RunExited(reason=reason) if reason:

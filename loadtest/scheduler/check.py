@@ -131,7 +131,7 @@ class Checker:
         if now_s < self.now_s:
             self.wrong(f"time goes back to {now_s:g} s")
         self.sequence, self.now_s = event["sequence"], now_s
-        kind, data = event["type"].removesuffix(".v1"), event["data"]
+        kind, data = event["type"].rpartition(".")[0], event["data"]
         if kind == "trainbus.policy.adopted":
             self.policy = data["policy"]
         elif kind == "trainbus.node.joined":
@@ -156,7 +156,7 @@ class Checker:
             self.placed(known, data)
         elif name in ("released", "exited"):
             self.let_go(known, data)
-        elif name == "preempting":
+        elif name == "stopping":
             known.preempted += 1
         elif name in ("completed", "failed", "cancelled"):
             self.ended(known, name)

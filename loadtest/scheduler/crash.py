@@ -40,7 +40,7 @@ from rich.progress import Progress
 
 from contracts import subjects, topology
 from contracts.base import request_id_for, run_id_for
-from contracts.envelope import RawMessage
+from contracts.envelope import RawMessage, type_for_subject
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from loadtest.common import report
@@ -337,7 +337,7 @@ class Trial:
             if name in ("completed", "failed", "cancelled", "rejected"):
                 ended[raw.subject.split(".")[1]] += 1
             at = raw.stored_at.isoformat() if raw.stored_at is not None else ""
-            kind = f"trainbus.{raw.subject.split('.')[0]}.{name}.v1"
+            kind = type_for_subject(raw.subject)
             checker.read({"type": kind, "sequence": raw.sequence, "time": at, "data": json.loads(raw.body)})
             entries.append(entry_of(raw))
         checker.nothing_lost()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.base import Fact
-from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunPreempting, RunReleased
+from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunReleased, RunStopping
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim, Reserve
 from contracts.spec.resources import Slots
 from contracts.spec.run import Code, RunSpec
@@ -58,7 +58,7 @@ class LastMinute(Agents):
 
     def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
         facts = super().handle_fact(fact, now_s)
-        if not isinstance(fact, RunPreempting) or fact.grace_s <= INSTANT_GRACE_S:
+        if not isinstance(fact, RunStopping) or fact.grace_s <= INSTANT_GRACE_S:
             return facts
         self._number += 1
         heapq.heappush(self._releases, (now_s + fact.grace_s, self._number, facts))
@@ -109,7 +109,7 @@ class Audit:
             self.owed_since = {run_id: since for run_id, since in self.owed_since.items() if self._is_owed(run_id)}
         elif isinstance(fact, RunExited | RunReleased):
             self._change(fact.run_id, fact.node_id, 0)
-        elif isinstance(fact, RunPreempting):
+        elif isinstance(fact, RunStopping):
             self.preemptions += 1
             if fact.preemptor is not None and self._is_owed(fact.preemptor):
                 self.owed_since.setdefault(fact.preemptor, now_s)

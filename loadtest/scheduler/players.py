@@ -25,7 +25,7 @@ from services.kit.follow import follow
 from services.kit.settings import Settings
 
 LEASE_TTL_S = 7 * 86_400.0
-FILTERS = ("run.*.placed", "run.*.preempting")
+FILTERS = ("run.*.placed", "run.*.stopping")
 
 
 class Players:
@@ -57,7 +57,7 @@ class Players:
 
     async def _on(self, name: str, fact: dict[str, Any]) -> None:
         run_id, generation = fact["run_id"], fact["generation"]
-        if name == "preempting":
+        if name == "stopping":
             await self._end(run_id, generation, "released")
             return
         node_ids = [member["node_id"] for member in fact["members"]]

@@ -126,8 +126,8 @@ class Trial:
         await self.all_stored("placed", low, "everything to be held")
         await asyncio.sleep(1.0)
         ((_, at),) = (await self.send([body("high", NODES * SLOTS, 100)])).items()
-        await self.all_stored("preempting", low, "the reclaim")
-        return {"reclaim_decided_s": max(self.stored("preempting", low)) - at}
+        await self.all_stored("stopping", low, "the reclaim")
+        return {"reclaim_decided_s": max(self.stored("stopping", low)) - at}
 
     async def infeasible(self) -> Figures:
         """A gang that is larger than the cluster."""

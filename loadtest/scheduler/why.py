@@ -23,7 +23,7 @@ from contracts.events.run import RunAccepted
 from contracts.scheduling import Policy
 from loadtest.common import report
 from services.scheduler.core.decide import decide
-from services.scheduler.core.decisions import PlaceRun, PreemptRun
+from services.scheduler.core.decisions import PlaceRun, StopRun
 from services.scheduler.core.explain.request_changes import with_fields
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
@@ -79,7 +79,7 @@ def check(core: Core, recorder: Recorder, policy: Policy, run_id: str, now_s: fl
         tally.named[kind] += 1
         made = decide(recorder.folded_with(run_id, change["fields"]), at(now_s), policy)
         placed = any(isinstance(each, PlaceRun) and each.run_id == run_id for each in made)
-        victims = sorted(each.run_id for each in made if isinstance(each, PreemptRun) and each.preemptor == run_id)
+        victims = sorted(each.run_id for each in made if isinstance(each, StopRun) and each.preemptor == run_id)
         came = placed if change["starts"] == "now" else victims == sorted(change["victims"])
         tally.true[kind] += came
         if not came:

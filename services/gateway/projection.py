@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from contracts import topology
 from contracts.base import Event, run_id_for
-from contracts.events import BY_TYPE
+from contracts.earlier_events import model_of, read_data
 from contracts.events.run import RunProgress, RunStarted
 from contracts.texts import describe
 from services.gateway import metrics
@@ -248,9 +248,9 @@ class Projection:
                 if not rows:
                     break
                 events = [
-                    (BY_TYPE[row["type"]].model_validate(row["data"]), At(row["sequence"], row["time"]))
+                    (read_data(row["type"], row["data"]), At(row["sequence"], row["time"]))
                     for row in rows
-                    if row["type"] in BY_TYPE
+                    if model_of(row["type"]) is not None
                 ]
                 await self._fold(connection, events)
                 position = rows[-1]["sequence"]

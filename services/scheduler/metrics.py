@@ -6,6 +6,7 @@ from typing import get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from contracts.events.run import StopReason
 from services.kit.metrics import LATENCY_BUCKETS, counter, initialize_series
 from services.scheduler.core.cycle_state import CyclePhase
 
@@ -36,10 +37,10 @@ INVALID_STATEMENTS = Counter(
     "trainbus_scheduler_invalid_statements_total", "Node leases that named what no node can run: they were ignored."
 )
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
-PREEMPTIONS = counter(
-    "trainbus_scheduler_preemptions_total",
-    "Generations that this instance asked to release their slots, by reason: preempted, resized, crashed, ...",
-    reason=("preempted", "resized", "crashed", "node lost"),
+STOPS = counter(
+    "trainbus_scheduler_stops_total",
+    "Generations that this instance asked to release their slots, by reason: preempted, resized, node_lost, ...",
+    reason=get_args(StopReason),
 )
 CONFLICTS = Counter("trainbus_scheduler_conflicts_total", "Decisions dropped because a newer fact was there first.")
 DROPPED_FACTS = Counter(

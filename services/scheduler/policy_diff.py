@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from contracts.events.capacity import PolicyAdopted
-from contracts.events.run import RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced, RunPreempting
+from contracts.events.run import RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced, RunStopping
 from contracts.scheduling import Policy
 from services.scheduler.core.decisions import NOTHING_LEFT, decision_record, fact_of
 from services.scheduler.core.fold import apply
@@ -100,8 +100,8 @@ def _outcome(fact: RunFact) -> Outcome | None:
     match fact:
         case RunPlaced():
             return Outcome("placed", ", ".join(f"{each.node_id}:{len(each.slots)}" for each in fact.members))
-        case RunPreempting():
-            return Outcome("resized" if fact.queue_reason == "resized" else "preempted", fact.reason)
+        case RunStopping():
+            return Outcome("resized" if fact.reason == "resized" else "preempted", fact.message)
         case RunFailed() | RunCancelled():
             return Outcome(fact.fact, fact.reason)
         case RunCompleted():

@@ -24,7 +24,7 @@ from services.kit.batch import BatchPublisher, DuplicateMessage, WrongLastSequen
 from services.kit.bus import Bus, Conflict, ExpectedSequence, OutgoingMessage, PublishAck, TransientError
 from services.kit.concurrency import gather_limited
 from services.scheduler import metrics
-from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
+from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, PlaceRun, StopRun, fact_of
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.quarantine import describe_error, quarantine_run
 
@@ -85,8 +85,8 @@ class PendingFact:
     def count(self) -> None:
         if isinstance(self.decision, PlaceRun):
             metrics.PLACEMENTS.inc()
-        elif isinstance(self.decision, PreemptRun):
-            metrics.PREEMPTIONS.labels(self.decision.queue_reason).inc()
+        elif isinstance(self.decision, StopRun):
+            metrics.STOPS.labels(self.decision.reason).inc()
 
 
 def pending_facts(

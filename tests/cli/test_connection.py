@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from contracts import topology
-from contracts.events.run import RunAccepted, RunQueued
+from contracts.events.run import RunAccepted, RunQueued, RunStopping
 from contracts.events.train import CancelRequested
 from contracts.spec.run import RunSpec
 from services.gateway.settings import GatewaySettings
@@ -89,6 +89,26 @@ async def test_an_event_that_cannot_be_read_is_left_out_and_told_once() -> None:
         "left out trainbus.run.teleported.v1 at 1",
         "left out trainbus.run.queued.v1 at 2",
     ]
+
+
+async def test_an_event_of_an_earlier_version_is_read_as_todays() -> None:
+    """A gateway of that version serves it as it was."""
+    event = {
+        "id": "run/r1/preempting/1",
+        "source": "trainbus/scheduler",
+        "type": "trainbus.run.preempting.v1",
+        "time": "2026-01-01T00:00:00Z",
+        "subject": "r1",
+        "correlationid": "",
+        "causationid": "",
+        "natssubject": "run.r1.preempting",
+        "sequence": 4,
+        "data": {"run_id": "r1", "generation": 1, "reason": "node n1 is being drained", "grace_s": 30},
+    }
+    page = {"events": [event], "last_event_id": 4, "has_more": False}
+    [found] = await answering(lambda request: httpx.Response(200, json=page)).read()
+    assert isinstance(found.event, RunStopping)
+    assert (found.event.reason, found.envelope.type) == ("drained", RunStopping.type)
 
 
 @pytest.mark.parametrize(

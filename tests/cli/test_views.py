@@ -19,12 +19,12 @@ from contracts.events.run import (
     RunExited,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunPromoted,
     RunQueued,
     RunReleased,
     RunStalled,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.spec.run import RunSpec
@@ -76,7 +76,7 @@ LIFE = [
     FULL,
     RunStarted(run_id="r1", generation=1, node_id="n0"),
     committed(1, 5),
-    RunPreempting(run_id="r1", generation=1, reason="shrinks", queue_reason="resized", grace_s=30),
+    RunStopping(run_id="r1", generation=1, reason="resized", message="shrinks", grace_s=30),
     committed(1, 10),
     *LET_GO,
     RunQueued(run_id="r1", next_generation=2, reason="resized"),
@@ -93,8 +93,8 @@ STAGES = {
     "queued": (4, "queued", 0, (0, 0)),
     "placed": (5, "placed", 4, (2, 2)),
     "running": (7, "running", 4, (2, 2)),
-    "preempting": (8, "preempting", 4, (2, 2)),
-    "one node released": (10, "preempting", 4, (0, 2)),
+    "stopping": (8, "stopping", 4, (2, 2)),
+    "one node released": (10, "stopping", 4, (0, 2)),
     "queued again": (12, "queued", 0, (0, 0)),
     "placed smaller": (13, "placed", 2, (0, 2)),
     "completed": (16, "completed", 0, (0, 0)),
@@ -174,7 +174,7 @@ def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:
         accepted(),
         placed(1, [("a", (0,))]),
         RunCancelling(run_id="r1", reason="enough"),
-        RunPreempting(run_id="r1", generation=1, reason="enough", grace_s=30, then="cancel"),
+        RunStopping(run_id="r1", generation=1, reason="cancelled", message="enough", grace_s=30, then="cancel"),
     )
     assert shown.runs["r1"].state == "cancelling"
 

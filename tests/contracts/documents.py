@@ -8,9 +8,12 @@ from typing import Any
 
 from contracts import topology
 from contracts.base import Event, Fact, Request
+from contracts.earlier_events import EARLIER_EVENTS
 from contracts.events import BY_TYPE, FACTS, REQUESTS
 
 Json = dict[str, Any]
+#: What logs hold and nothing publishes any more.
+EARLIER = tuple(old.recorded for old in EARLIER_EVENTS.values())
 
 
 def schema_for(event: type[Event]) -> Json:
@@ -44,8 +47,8 @@ def asyncapi() -> Json:
     channels: Json = {}
     operations: Json = {}
     messages: Json = {}
-    for event in BY_TYPE.values():
-        name = event.type.removeprefix("trainbus.").removesuffix(".v1").replace(".", "_")
+    for event in (*BY_TYPE.values(), *EARLIER):
+        name = event.type.removeprefix("trainbus.").rpartition(".")[0].replace(".", "_")
         messages[name] = {
             "name": event.type,
             "title": event.__name__,
@@ -100,8 +103,11 @@ def events_table() -> str:
         stream = topology.stream_of(event)
         producers = ", ".join(name for name in topology.producers_of(event) if name != "gateway")
         rows.append(f"| `{event.subject_filter()}` | {producers} | {readers} | {stream.retention} |")
+    for old in EARLIER_EVENTS.values():
+        stream, now = topology.stream_of(old.recorded), old.current.subject_filter()
+        rows.append(f"| `{old.recorded.subject_filter()}` | earlier versions | read as `{now}` | {stream.retention} |")
     requests, facts = (topology.compatibility_of(events[0]) for events in (REQUESTS, FACTS))
-    return "\n".join([*rows, "", f"Within `.v1`, of a request: {requests}. Of a fact: {facts}."])
+    return "\n".join([*rows, "", f"Within a version (`.v1`), of a request: {requests}. Of a fact: {facts}."])
 
 
 #: The generated parts of hand-written pages: page -> name of the part -> its text.
@@ -135,7 +141,7 @@ def _names(events: Iterable[type[Event]]) -> str:
 
 def every_document() -> dict[str, str]:
     """Relative path -> text of every generated document but the YAML one."""
-    return {f"schemas/{event.type}.json": schema_text(event) for event in BY_TYPE.values()}
+    return {f"schemas/{event.type}.json": schema_text(event) for event in (*BY_TYPE.values(), *EARLIER)}
 
 
 def _address(event: type[Event]) -> str:

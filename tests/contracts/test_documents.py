@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from contracts.earlier_events import EARLIER_EVENTS, model_of
 from contracts.events import BY_TYPE, REQUESTS
 from contracts.events.train import TrainRequested
 from tests.contracts.compatibility import breaking_changes
@@ -48,15 +49,17 @@ def test_generated_part_of_a_page_is_current(page: str) -> None:
 
 
 def test_every_event_has_a_valid_example_and_every_request_an_invalid_one() -> None:
-    assert {path.name for path in (EXAMPLES / "valid").iterdir()} == set(BY_TYPE)
+    assert {path.name for path in (EXAMPLES / "valid").iterdir()} == {*BY_TYPE, *EARLIER_EVENTS}
     assert {path.name for path in (EXAMPLES / "invalid").iterdir()} >= {request.type for request in REQUESTS}
 
 
 @pytest.mark.parametrize(("kind", "data"), cases("valid"))
 def test_valid_example(kind: str, data: dict[str, Any]) -> None:
-    jsonschema.validate(data, schema_for(BY_TYPE[kind]), cls=jsonschema.Draft202012Validator)
-    event = BY_TYPE[kind].model_validate(data)
-    assert BY_TYPE[kind].model_validate_json(event.model_dump_json(exclude_defaults=True)) == event
+    model = model_of(kind)
+    assert model is not None
+    jsonschema.validate(data, schema_for(model), cls=jsonschema.Draft202012Validator)
+    event = model.model_validate(data)
+    assert model.model_validate_json(event.model_dump_json(exclude_defaults=True)) == event
 
 
 @pytest.mark.parametrize(("kind", "example"), cases("invalid"))

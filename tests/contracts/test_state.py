@@ -23,12 +23,12 @@ from contracts.events.run import (
     RunExited,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunPrepared,
     RunPrepareFailed,
     RunQueued,
     RunReleased,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.spec.data import DatasetRef
@@ -120,7 +120,7 @@ class History:
         if self.choose("is cancelled", "goes on", "goes on") == "is cancelled":
             self.cancel()
         if self.cancelling or self.choose("is preempted", "ends") == "is preempted":
-            self.add(RunPreempting(**generation, reason="yields", grace_s=1))
+            self.add(RunStopping(**generation, reason="preempted", message="yields", grace_s=1))
             self.stale()
             if self.choose("releases", "stop here") == "stop here":
                 return False
@@ -161,7 +161,7 @@ class History:
         """Add late facts of the generation before: they do not count."""
         if self.generation > 1:
             old = {"run_id": RUN, "generation": self.generation - 1}
-            self.add(RunStarted(**old, node_id="n1"), RunPreempting(**old, reason="old", grace_s=1))
+            self.add(RunStarted(**old, node_id="n1"), RunStopping(**old, reason="preempted", message="old", grace_s=1))
             self.add(RunExited(**old, node_id="n1", outcome="failed", reason="old"), placed(self.generation - 1))
             self.add(RunCompleted(**old))
 
@@ -203,10 +203,10 @@ def life_of(*facts: Fact) -> RunState:
 
 def test_a_run_that_is_being_cancelled_stays_so_until_its_end() -> None:
     asked = RunCancelling(run_id=RUN, reason="asked")
-    preempting = RunPreempting(run_id=RUN, generation=1, reason="cancelled", grace_s=1, then="cancel")
+    stopping = RunStopping(run_id=RUN, generation=1, reason="cancelled", message="cancelled", grace_s=1, then="cancel")
     crashed = RunExited(run_id=RUN, generation=1, node_id="n1", outcome="failed", reason="crash")
     started = RunStarted(run_id=RUN, generation=1, node_id="n1")
-    run = life_of(*LIVING, asked, started, preempting, crashed)
+    run = life_of(*LIVING, asked, started, stopping, crashed)
     assert (run.state, run.reason, run.generation) == ("cancelling", "asked", 1)
     assert reduce_run(run, RunCancelled(run_id=RUN, reason="asked")).state == "cancelled"
     assert reduce_run(life_of(*LIVING, asked, SUCCEEDED), COMPLETED).state == "completed"
@@ -242,7 +242,7 @@ def test_a_placement_that_the_scheduler_cannot_have_made_says_why(placement: Run
     "fact",
     [
         RunStarted(run_id=RUN, generation=1, node_id="n1"),
-        RunPreempting(run_id=RUN, generation=1, reason="x", grace_s=1),
+        RunStopping(run_id=RUN, generation=1, reason="preempted", message="x", grace_s=1),
         RunReleased(run_id=RUN, generation=1, node_id="n1"),
         RunExited(run_id=RUN, generation=1, node_id="n1", outcome="failed", reason="x"),
         RunCompleted(run_id=RUN, generation=1),

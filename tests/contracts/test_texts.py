@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from contracts import formats, texts
-from contracts.events import BY_TYPE, FACTS
+from contracts.earlier_events import EARLIER_EVENTS, read_data
+from contracts.events import FACTS
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.dataset import DatasetSharded
 from contracts.events.node import NodeJoined
@@ -24,16 +25,16 @@ from contracts.events.run import (
     RunCompleted,
     RunExited,
     RunPlaced,
-    RunPreempting,
     RunPrepared,
     RunRejected,
     RunReleased,
     RunStarted,
+    RunStopping,
 )
 from contracts.spec.run import RunSpec
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("contracts/examples/valid/*/*.json"))
-FACT_TYPES = {fact.type for fact in FACTS}
+FACT_TYPES = {fact.type for fact in FACTS} | EARLIER_EVENTS.keys()
 SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 1})
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -46,7 +47,7 @@ def test_every_fact_has_a_sentence() -> None:
     "path", [path for path in EXAMPLES if f"{path.parent.name}" in FACT_TYPES], ids=lambda path: path.parent.name
 )
 def test_a_recorded_fact_is_described_on_one_line(path: Path) -> None:
-    text = texts.describe(BY_TYPE[path.parent.name].model_validate(json.loads(path.read_text())))
+    text = texts.describe(read_data(path.parent.name, json.loads(path.read_text())))
     assert text
     assert "\n" not in text
     assert text == text.strip(" :,;")
@@ -81,10 +82,13 @@ SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.
         (RunCancelling(run_id="r1", reason="wrong data"), "cancellation requested: wrong data"),
         (RunCancelled(run_id="r1", reason="cancelled by request"), "cancelled"),
         (
-            RunPreempting(run_id="r1", generation=1, reason="cancelled by request", grace_s=30),
+            RunStopping(run_id="r1", generation=1, reason="cancelled", message="cancelled by request", grace_s=30),
             "asked to stop within 30 s",
         ),
-        (RunPreempting(run_id="r1", generation=1, reason="node lost", grace_s=0), "stopped at once: node lost"),
+        (
+            RunStopping(run_id="r1", generation=1, reason="node_lost", message="node n1 is lost", grace_s=0),
+            "stopped at once: node n1 is lost",
+        ),
         (
             RunReleased(run_id="r1", generation=1, node_id="node-0", step=60, clean=False),
             "stopped on node-0 at step 60, the steps after its last checkpoint are not saved",

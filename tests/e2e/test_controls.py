@@ -143,9 +143,9 @@ async def test_a_run_that_cannot_shrink_gives_way_whole_and_comes_back(stack: St
         await stack.wait_for_step(run_id, 10)
         # Two find a free slot. For the third the run must go, since it cannot do with less than it has.
         important = [await stack.occupant(slots_taken, priority=5) for _ in range(3)]
-        preempting = await stack.wait_for(run_id, "preempting")
-    assert preempting.queue_reason == "preempted"
-    assert preempting.reason in [f"gives way to run {other} of priority 5" for other in important]
+        stopping = await stack.wait_for(run_id, "stopping")
+    assert stopping.reason == "preempted"
+    assert stopping.message in [f"gives way to run {other} of priority 5" for other in important]
     for other in important:
         await stack.wait_for(other, "completed", DONE_S)
     await stack.wait_for(run_id, "completed", DONE_S)

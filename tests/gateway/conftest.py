@@ -23,12 +23,12 @@ from contracts.events.run import (
     RunCompleted,
     RunExited,
     RunPlaced,
-    RunPreempting,
     RunProgress,
     RunPromoted,
     RunQueued,
     RunReleased,
     RunStarted,
+    RunStopping,
 )
 from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
@@ -93,7 +93,7 @@ def life(run_id: str = RUN, spec: RunSpec = SPEC) -> list[Any]:
         RunStarted(run_id=run_id, generation=1, node_id="n1"),
         progress(1, range(1, 31), run_id=run_id),
         CheckpointCommitted(run_id=run_id, generation=1, checkpoint=ref(20, run_id), size_bytes=1000),
-        RunPreempting(run_id=run_id, generation=1, reason="a run of higher priority", grace_s=30),
+        RunStopping(run_id=run_id, generation=1, reason="preempted", message="a run of higher priority", grace_s=30),
         RunReleased(run_id=run_id, generation=1, node_id="n1", step=30),
         RunReleased(run_id=run_id, generation=1, node_id="n2", step=30),
         RunQueued(run_id=run_id, next_generation=2, reason="preempted"),

@@ -25,13 +25,13 @@ from contracts.events.run import (
     RunExited,
     RunFailed,
     RunNotPromoted,
-    RunPreempting,
     RunPrepared,
     RunProgress,
     RunQueued,
     RunRejected,
     RunReleased,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.events.train import RestoreRequested
@@ -62,7 +62,7 @@ ACCEPTED, QUEUED, PLACED, STARTED = FACTS[2], FACTS[3], FACTS[4], FACTS[5]
 DECIDED = ("state", "generation", "members", "placements", "verdict", "checkpoint", "started_at", "ended_at")
 WITH_DATA = ACCEPTED.model_copy(update={"spec": SPEC.model_copy(update={"data": DatasetRef(dataset_id=SHA)})})
 PREPARED = RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=1)
-PREEMPTING = RunPreempting(run_id=RUN, generation=1, reason="r", grace_s=1)
+STOPPING = RunStopping(run_id=RUN, generation=1, reason="preempted", message="r", grace_s=1)
 CANCELLING = RunCancelling(run_id=RUN, reason="asked")
 QUEUED_AGAIN = RunQueued(run_id=RUN, next_generation=2, reason="crashed")
 COMPLETED = RunCompleted(run_id=RUN, generation=1)
@@ -83,11 +83,11 @@ REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots",
         pytest.param([ACCEPTED, QUEUED], "queued", id="queued"),
         pytest.param([ACCEPTED, QUEUED, PLACED], "placed", id="placed"),
         pytest.param([ACCEPTED, QUEUED, PLACED, STARTED], "running", id="running"),
-        pytest.param([ACCEPTED, QUEUED, PLACED, STARTED, PREEMPTING], "preempting", id="preempting"),
-        pytest.param([ACCEPTED, QUEUED, PLACED, PREEMPTING, STARTED], "preempting", id="started while preempting"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, STARTED, STOPPING], "stopping", id="stopping"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, STOPPING, STARTED], "stopping", id="started while stopping"),
         pytest.param([ACCEPTED, QUEUED, PLACED, STARTED, CANCELLING], "cancelling", id="cancelling"),
         pytest.param(
-            [ACCEPTED, QUEUED, PLACED, CANCELLING, STARTED, PREEMPTING], "cancelling", id="cancelling until its end"
+            [ACCEPTED, QUEUED, PLACED, CANCELLING, STARTED, STOPPING], "cancelling", id="cancelling until its end"
         ),
         pytest.param(
             [ACCEPTED, QUEUED, PLACED, QUEUED_AGAIN, placed(2, "n1"), STARTED],

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from contracts.events.run import RunAccepted
+from contracts.events.run import RunAccepted, RunStopping
 from services.gateway import queries
 from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import METADATA, PROJECTIONS, RUNS, SCHEMA, ProjectionMoved, Store
 from services.kit.bus import Bus
+from tests.contracts.old_stops import as_version_1
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 
 TABLES = (
@@ -75,6 +76,24 @@ async def test_rebuild_gives_the_same_rows(bus: Bus, gateway_settings: GatewaySe
         part = await rebuild(gateway_settings, from_sequence=middle)
         assert (part.from_sequence, part.refolded) == (middle, len(live["events"]) // 2)
         assert await contents(store) == live
+
+
+async def test_a_log_of_version_1_gives_the_same_rows(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    old = [as_version_1(each) for each in life("rold")]
+    await publish(bus, *life("rnew"), *old)
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        rows = await contents(store)
+        [new_points, old_points] = [
+            [{**row, "run_id": ""} for row in rows["points"] if row["run_id"] == name] for name in ("rnew", "rold")
+        ]
+        assert new_points == old_points
+        [stop] = [row for row in rows["events"] if row["subject"] == "run.rold.preempting"]
+        # What is served is today's event, where it is stored.
+        assert (stop["type"], stop["data"]["reason"]) == (RunStopping.type, "preempted")
+        last = rows["events"][-1]["sequence"]
+        assert (await rebuild(gateway_settings, from_sequence=last)).refolded == len(rows["events"]) - 1
+        assert await contents(store) == rows
 
 
 async def test_a_batch_counts_once(bus: Bus, gateway_settings: GatewaySettings) -> None:

@@ -21,9 +21,9 @@ from contracts.events.run import (
     CheckpointRef,
     RunExited,
     RunPlaced,
-    RunPreempting,
     RunReleased,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.scheduling import Policy
@@ -62,7 +62,7 @@ class Agents:
 
     async def live(self) -> None:
         try:
-            async for batch in self.bus.follow("FACTS", ("run.*.placed", "run.*.preempting"), idle_s=0.05):
+            async for batch in self.bus.follow("FACTS", ("run.*.placed", "run.*.stopping"), idle_s=0.05):
                 for received in batch:
                     self._hear(received.event)
         finally:
@@ -71,7 +71,7 @@ class Agents:
     def _hear(self, fact: Any) -> None:
         if isinstance(fact, RunPlaced):
             task = asyncio.create_task(self._train(fact))
-        elif isinstance(fact, RunPreempting):
+        elif isinstance(fact, RunStopping):
             self._stopped.add((fact.run_id, fact.generation))
             return
         self._tasks.add(task)
@@ -181,7 +181,7 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
     assert counts.decisions == counts.same > 60
     assert counts.answers == 24 + 3
     assert (counts.unchecked, counts.unasked) == (0, 0)
-    assert {"queued", "placed", "preempting", "completed", "cancelled"} <= set(counts.by_fact)
+    assert {"queued", "placed", "stopping", "completed", "cancelled"} <= set(counts.by_fact)
     # The same from a file, and with one word changed.
     file = tmp_path / "log.jsonl"
     write(file, log)

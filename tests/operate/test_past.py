@@ -15,13 +15,14 @@ from contracts import subjects
 from contracts.base import Fact, run_id_for
 from contracts.envelope import RawMessage
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
-from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
+from contracts.events.run import RunAccepted, RunPlaced, RunQueued, RunRejected, RunStopping, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
 from services.scheduler import policies
 from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
+from tests.contracts.old_stops import as_version_1
 from tests.scheduler.world import START, Chaos, World, spec
 from trainbus.operate.history.history import History, NodeKind, offered
 from trainbus.operate.history.log import Entry, LogError, line_of, parse
@@ -73,6 +74,16 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
     assert counts.cycles > 0
+
+
+def test_a_log_of_version_1_is_decided_again_without_a_difference() -> None:
+    for seed in range(5):
+        log = lively(seed).log
+        lines = [line_of(as_version_1(fact), sequence, time) for fact, sequence, time in log]
+        assert any("trainbus.run.preempting.v1" in line for line in lines)
+        entries = list(parse(lines))
+        assert [entry.fact for entry in entries] == [entry.fact for entry in parse(line_of(*each) for each in log)]
+        assert verify_log(entries)[1] == []
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -174,7 +185,7 @@ DOCTORED: dict[str, tuple[type[Fact], dict[str, Any], str, list[str]]] = {
     "a number": (RunPlaced, {"failures_seen": 7}, "content", ["failures_seen"]),
     "seconds": (RunPlaced, {"run_s": 1.5}, "content", ["run_s"]),
     "the time it was decided at": (RunPlaced, {"decided_at": START + timedelta(seconds=1)}, "content", ["decided_at"]),
-    "whom it makes room for": (RunPreempting, {"preemptor": "rother"}, "content", ["preemptor"]),
+    "whom it makes room for": (RunStopping, {"preemptor": "rother"}, "content", ["preemptor"]),
     "what it would like": (RunPlaced, {"wanted_slots": 3}, "content", ["wanted_slots"]),
 }
 
@@ -237,7 +248,9 @@ def test_wrong_decisions_and_decisions_from_the_future_are_differences() -> None
     assert isinstance(fact, RunPlaced)
     assert fact.decision is not None
     # Somebody stops a run that nobody else wants to stop.
-    stop = RunPreempting(run_id="low", generation=1, reason="because", grace_s=1, decision=fact.decision)
+    stop = RunStopping(
+        run_id="low", generation=1, reason="preempted", message="because", grace_s=1, decision=fact.decision
+    )
     end = Entry(stop, log[-1].sequence + 1, log[-1].time, stop.subject)
     (extra,) = verify_log([*log, end])[1]
     assert (extra.kind, extra.sequence) == ("not decided", end.sequence)

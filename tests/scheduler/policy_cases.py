@@ -219,7 +219,7 @@ class ComparedWorld(World):
         if not live:
             return
         run, deed = self.rng.choice(live), self.rng.random()
-        if run.preempting is not None or run.terminal:
+        if run.stopping is not None or run.terminal:
             self.release(run.run_id)
         elif deed < 0.4:
             self.start(run.run_id)

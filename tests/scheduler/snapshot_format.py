@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter
 
 from contracts.base import Fact
-from contracts.events import BY_TYPE
+from contracts.earlier_events import read_data
 from services.scheduler.core.fold import fold
 from services.scheduler.core.state import codec
 from services.scheduler.core.state.cluster import Allocation, Cluster
@@ -69,7 +69,7 @@ def read_facts() -> list[tuple[Fact, int, datetime]]:
     found = []
     for line in FACTS.read_text().splitlines():
         sequence, at_s, type_name, data = json.loads(line)
-        fact = BY_TYPE[type_name].model_validate(data)
+        fact = read_data(type_name, data)
         assert isinstance(fact, Fact)
         found.append((fact, sequence, datetime.fromtimestamp(at_s, UTC)))
     return found

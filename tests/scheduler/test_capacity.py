@@ -74,7 +74,7 @@ def test_a_run_that_is_given_slots_by_others_wants_no_nodes() -> None:
     world.settle()
     world.submit(spec(2, priority=5))
     world.settle()
-    assert world.run(low).preempting is not None
+    assert world.run(low).stopping is not None
     assert world.want() == []
 
 

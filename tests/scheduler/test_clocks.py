@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from contracts.events.node import NodeLost
-from contracts.events.run import RunPlaced, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import RunPlaced, RunReleased, RunStarted, RunStopping
 from services.kit.bus import Bus
 from services.kit.clock import SystemClock
 from services.kit.settings import Settings
@@ -75,11 +75,11 @@ async def test_a_leader_whose_wall_clock_jumps_loses_no_node_and_revokes_nothing
         _skew(monkeypatch, jump_s)
         # Its ranks have not started yet; a higher priority then takes its slot, and it lets go after a moment.
         await asyncio.sleep(1.5)
-        assert not await bus.read_history(f"run.{low}.preempting")
+        assert not await bus.read_history(f"run.{low}.stopping")
         await bus.publish(RunStarted(run_id=low, generation=1, node_id="n1"))
         high = await request(bus, "train", {**COMMAND, "priority": 5}, "high")
-        stop = (await until(bus, f"run.{low}.preempting"))[0].event
-        assert isinstance(stop, RunPreempting)
+        stop = (await until(bus, f"run.{low}.stopping"))[0].event
+        assert isinstance(stop, RunStopping)
         await asyncio.sleep(1.5)
         assert not await bus.read_history("node.n1.lost")
         await bus.publish(RunReleased(run_id=low, generation=1, node_id="n1"))
@@ -99,7 +99,7 @@ async def test_a_leader_whose_wall_clock_is_behind_keeps_time_limits(
         run_id = await request(bus, "train", {**COMMAND, "scheduling": {"limit_s": 0.5}})
         await until(bus, f"run.{run_id}.placed")
         await bus.publish(RunStarted(run_id=run_id, generation=1, node_id="n1"))
-        stop = (await until(bus, f"run.{run_id}.preempting", timeout_s=20.0))[0].event
+        stop = (await until(bus, f"run.{run_id}.stopping", timeout_s=20.0))[0].event
         assert stop.then == "fail"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contracts.events.run import RunPreempting, RunWaiting
+from contracts.events.run import RunStopping, RunWaiting
 from contracts.scheduling import Elastic, Maintenance, Order, Policy, Reclaim
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decide import run_steps
@@ -36,7 +36,7 @@ def test_an_ordering_policy_preempts_only_what_has_a_checkpoint_to_come_back_to(
     world.start("late")
     world.accept("soon", spec(4, **DEADLINE))
     world.settle()
-    assert bool(world.facts(RunPreempting)) is is_preempted
+    assert bool(world.facts(RunStopping)) is is_preempted
 
 
 def test_a_higher_priority_preempts_what_has_no_checkpoint() -> None:
@@ -45,7 +45,7 @@ def test_a_higher_priority_preempts_what_has_no_checkpoint() -> None:
     world.settle()
     world.accept("high", spec(4, priority=5))
     world.settle()
-    assert [stop.run_id for stop in world.facts(RunPreempting)] == ["low"]
+    assert [stop.run_id for stop in world.facts(RunStopping)] == ["low"]
 
 
 @pytest.mark.parametrize(("left_s", "grows"), [(50.0, False), (5000.0, True)])
@@ -59,7 +59,7 @@ def test_a_run_grows_only_if_that_gains_more_than_the_restart_costs(left_s: floa
     world.join("n2", 2)
     world.wait(5)
     world.settle()
-    stops = world.facts(RunPreempting)
+    stops = world.facts(RunStopping)
     assert bool(stops) is grows
     if grows:
         assert stops[0].cost_slot_s == pytest.approx(2 * 60)
@@ -76,7 +76,7 @@ def test_the_price_of_a_preemption_stands_in_the_fact_and_in_why() -> None:
     world.wait(10)
     world.accept("high", spec(2, priority=5, scheduling={"limit_s": 600}))
     world.settle()
-    stop = world.facts(RunPreempting)[0]
+    stop = world.facts(RunStopping)[0]
     assert (stop.cost_slot_s, stop.gain_slot_s) == (4 * (10 + 60), 2 * 600)
     assert "costs 280 slot-seconds and gains 1200" in answer(world.cluster, "low", world.now, world.policy)["message"]
 
@@ -114,7 +114,7 @@ def test_a_search_in_vain_is_remembered_until_what_it_depends_on_changes(monkeyp
     world.commit("r0", 1, final=True)
     monkeypatch.setattr(preempt, "select_victims", search)
     world.settle()
-    assert len(world.facts(RunPreempting)) == 3
+    assert len(world.facts(RunStopping)) == 3
 
 
 def test_a_search_that_failed_is_repeated_once_victims_leave_slots_over() -> None:
@@ -127,10 +127,10 @@ def test_a_search_that_failed_is_repeated_once_victims_leave_slots_over() -> Non
     world.settle()
     world.accept("big", spec(3, priority=1, **late))
     world.settle()
-    assert not world.facts(RunPreempting)
+    assert not world.facts(RunStopping)
     world.accept("small", spec(1, priority=1, **early))
     world.settle()
-    assert {(stop.run_id, stop.preemptor) for stop in world.facts(RunPreempting)} == {("a", "small"), ("b", "big")}
+    assert {(stop.run_id, stop.preemptor) for stop in world.facts(RunStopping)} == {("a", "small"), ("b", "big")}
 
 
 def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:
@@ -173,7 +173,7 @@ def full_before_maintenance() -> World:
 def test_a_run_that_is_over_before_maintenance_is_searched_for_behind_one_that_is_not() -> None:
     world = full_before_maintenance()
     world.settle()
-    assert [stop.preemptor for stop in world.facts(RunPreempting)] == ["short"]
+    assert [stop.preemptor for stop in world.facts(RunStopping)] == ["short"]
 
 
 def test_a_run_that_is_over_before_maintenance_gets_what_will_be_free() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contracts.events.run import RunPlaced, RunPreempting
+from contracts.events.run import RunPlaced, RunStopping
 from contracts.scheduling import Order, Policy, Reclaim
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
@@ -77,11 +77,11 @@ def test_victims_are_searched_for_a_run_behind_many_fruitless_searches() -> None
         world.accept(f"r{number:02}", spec(4, priority=5, **whole_node))
     world.accept("last", spec(3, priority=1))
     cycles = 0
-    while not world.facts(RunPreempting):
+    while not world.facts(RunStopping):
         world.step()
         cycles += 1
         assert cycles < 40, "the run starves"
-    assert world.facts(RunPreempting)[0].decision.preempt_from is not None
+    assert world.facts(RunStopping)[0].decision.preempt_from is not None
 
 
 @pytest.mark.usefixtures("small_cycles")

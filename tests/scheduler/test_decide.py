@@ -16,9 +16,9 @@ from contracts.events.run import (
     RunFailed,
     RunHeldUp,
     RunPlaced,
-    RunPreempting,
     RunQueued,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.scheduling import Elastic, Faults, Maintenance, Policy
@@ -64,8 +64,8 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     assert layout(world, "r1") == {"n1": (0, 1), "n2": (0, 1)}
     world.accept("r2", spec(2, priority=10))
     world.settle()
-    stop = world.facts(RunPreempting)[-1]
-    assert (stop.run_id, stop.queue_reason, stop.grace_s) == ("r1", "resized", 30)
+    stop = world.facts(RunStopping)[-1]
+    assert (stop.run_id, stop.reason, stop.grace_s) == ("r1", "resized", 30)
     world.commit("r1", 7)
     world.release("r1")
     made = [type(decision).__name__ for decision in world.step()]  # all of it in one cycle
@@ -92,7 +92,7 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     assert world.settle() == []
     world.wait(1)
     world.settle()
-    assert world.phase("r1") == "preempting"
+    assert world.phase("r1") == "stopping"
     world.release("r1")
     world.settle()
     assert world.run("r1").slot_count == 4
@@ -107,13 +107,13 @@ def test_slots_that_stay_free_are_grown_into_however_busy_the_others_are() -> No
     world.accept("other", spec(1, command=True))
     world.settle()
     for number in range(30):  # short runs come and go on one slot and are never at rest
-        if world.run("r1").generation > 1 or world.phase("r1") == "preempting":
+        if world.run("r1").generation > 1 or world.phase("r1") == "stopping":
             break
         world.wait(4)
         world.exit(f"short{number - 1}" if number else "other")
         world.accept(f"short{number}", spec(1, command=True))
         world.settle()
-    assert world.phase("r1") == "preempting"
+    assert world.phase("r1") == "stopping"
     assert world.now - START >= timedelta(seconds=60)
 
 
@@ -136,8 +136,8 @@ def test_a_placement_that_never_starts_is_revoked_and_counts_no_failure(started:
     if started:
         assert world.phase("r1") == "running"
         return
-    stop = world.facts(RunPreempting)[-1]
-    assert (stop.grace_s, stop.queue_reason, "n2" in stop.reason) == (0, "node lost", True)
+    stop = world.facts(RunStopping)[-1]
+    assert (stop.grace_s, stop.reason, "n2" in stop.message) == (0, "start_deadline", True)
     world.release("r1")
     world.settle()
     assert (world.run("r1").generation, world.run("r1").failures) == (2, 0)
@@ -222,8 +222,8 @@ def test_growing_waits_for_its_interval_and_for_all_waiting_runs() -> None:
     assert world.run("r2").waiting_code == "slots"
     world.cancel("r2")
     world.settle()
-    assert world.phase("r1") == "preempting"
-    assert world.run("r1").preempting.queue_reason == "resized"
+    assert world.phase("r1") == "stopping"
+    assert world.run("r1").stopping.reason == "resized"
 
 
 def test_shrinking_precedes_preemption_and_the_lowest_priority_is_first() -> None:
@@ -234,10 +234,10 @@ def test_shrinking_precedes_preemption_and_the_lowest_priority_is_first() -> Non
     world.settle()
     world.accept("high", spec(3, priority=9))
     world.settle()
-    assert [stop.run_id for stop in world.facts(RunPreempting)] == ["mid"]  # shrinks by 3, nobody is stopped
+    assert [stop.run_id for stop in world.facts(RunStopping)] == ["mid"]  # shrinks by 3, nobody is stopped
     world.accept("higher", spec(3, priority=10))
     world.settle()
-    stops = {stop.run_id: stop.queue_reason for stop in world.facts(RunPreempting)}
+    stops = {stop.run_id: stop.reason for stop in world.facts(RunStopping)}
     assert stops == {"mid": "resized", "low": "preempted"}
 
 
@@ -248,7 +248,7 @@ def test_no_run_is_preempted_in_vain() -> None:
     world.settle()
     world.accept("r2", spec(2, priority=5))  # even without `low` only one slot would be free
     world.settle()
-    assert world.facts(RunPreempting) == []
+    assert world.facts(RunStopping) == []
     assert world.run("r2").waiting_code == "slots"
 
 
@@ -294,7 +294,7 @@ def test_a_broken_gang_is_stopped_and_placed_again_from_its_checkpoint(kill: str
     else:
         world.lose("n2")
     world.settle()
-    assert world.facts(RunPreempting)[-1].grace_s == 0
+    assert world.facts(RunStopping)[-1].grace_s == 0
     world.exit("r1", "failed", "n1", reason="connection reset by peer", rank=0)  # its peers fail as well
     assert [type(decision).__name__ for decision in world.step()] == ["QueueRun", "PlaceRun"]  # at once
     queued = world.facts(RunQueued)[-1]
@@ -633,7 +633,7 @@ def test_a_cancelled_run_ends_cancelled(before: Callable[[World], None]) -> None
     world.cancel("r1")
     world.settle()
     if world.run("r1").live:
-        assert world.phase("r1") == "preempting"
+        assert world.phase("r1") == "stopping"
         world.release("r1")
         world.settle()
     assert world.phase("r1") == "cancelled"
@@ -648,7 +648,7 @@ def test_draining_moves_runs_away_until_the_node_is_undrained() -> None:
     (home,) = layout(world, "r1")
     world.drain(home)
     world.settle()
-    assert world.facts(RunPreempting)[-1].grace_s == 30
+    assert world.facts(RunStopping)[-1].grace_s == 30
     world.release("r1")
     world.settle()
     assert layout(world, "r1").keys() == {"n1", "n2"} - {home}
@@ -812,7 +812,7 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
     assert world.phase("r1") == "cancelled"
     assert world.cluster.slots_used == 4
     world.settle()
-    assert world.facts(RunPreempting)[-1].grace_s == 0
+    assert world.facts(RunStopping)[-1].grace_s == 0
     world.release("r1")
     assert world.settle() == []
     assert world.cluster.slots_used == 0

@@ -68,10 +68,10 @@ def test_a_short_run_takes_slots_of_a_long_one_but_not_of_one_that_is_hardly_lon
     world.wait(4 * HOUR)
     submit(world, "short")
     # Four short units are not more than four times as much.
-    assert world.run("long").preempting is None
+    assert world.run("long").stopping is None
     world.wait(4 * HOUR)
     world.settle()
-    assert world.run("long").preempting is not None
+    assert world.run("long").stopping is not None
     give_way(world, "long")
     assert world.run("short").live
 
@@ -81,7 +81,7 @@ def test_a_wide_run_counts_for_all_its_slots() -> None:
     submit(world, "wide", 8)
     world.wait(HOUR + 1)
     submit(world, "short")
-    assert world.run("wide").preempting is not None
+    assert world.run("wide").stopping is not None
 
 
 def test_no_run_is_stopped_before_the_end_of_its_quantum() -> None:
@@ -89,13 +89,13 @@ def test_no_run_is_stopped_before_the_end_of_its_quantum() -> None:
     submit(world, "wide", 128)
     world.wait(299)
     submit(world, "short")
-    assert world.run("wide").preempting is None
+    assert world.run("wide").stopping is None
     wake = run_steps(world.cluster, world.now, POLICY).wake_at
     assert wake is not None
     assert wake <= world.now + timedelta(seconds=1)
     world.wait(1)
     world.settle()
-    assert world.run("wide").preempting is not None
+    assert world.run("wide").stopping is not None
 
 
 def test_of_two_long_runs_the_one_that_has_waited_takes_its_turn() -> None:
@@ -108,7 +108,7 @@ def test_of_two_long_runs_the_one_that_has_waited_takes_its_turn() -> None:
     world.wait(20 * HOUR)
     world.settle()
     # The first has waited for longer than anybody who has slots had to, and the margin.
-    assert world.run("second").preempting is not None
+    assert world.run("second").stopping is not None
     give_way(world, "second")
     assert world.run("first").live
 
@@ -188,7 +188,7 @@ def test_priority_precedes_even_wait() -> None:
     submit(world, "urgent", priority=5)
     world.wait(100 * HOUR)
     submit(world, "short")
-    assert world.run("urgent").preempting is None
+    assert world.run("urgent").stopping is None
 
 
 def test_what_a_run_is_expected_to_take_counts_where_it_is_foreseen() -> None:

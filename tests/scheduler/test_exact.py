@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
+from contracts.events.run import RunFailed, RunPlaced, RunQueued, RunStopping, RunWaiting
 from contracts.scheduling import Faults, Policy
 from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.reasons import summary
@@ -134,7 +134,7 @@ def test_slots_of_the_right_kind_are_reclaimed_and_no_others() -> None:
     world.start("on_a")
     world.accept("r1", exact(2, priority=5, logical_ranks=2))
     world.settle()
-    assert [stop.run_id for stop in world.facts(RunPreempting)] == ["on_a"]
+    assert [stop.run_id for stop in world.facts(RunStopping)] == ["on_a"]
     world.release("on_a")
     world.settle()
     assert nodes(world, "r1") == ["a1"]
@@ -164,8 +164,8 @@ def test_a_notice_moves_what_runs_there_in_the_time_that_is_left(
     world.notice("n1", said_s)
     world.wait(late_s)
     world.settle()
-    stop = world.facts(RunPreempting)[-1]
-    assert (stop.grace_s, stop.queue_reason, "spot: terminate" in stop.reason) == (given_s, "preempted", True)
+    stop = world.facts(RunStopping)[-1]
+    assert (stop.grace_s, stop.reason, "spot: terminate" in stop.message) == (given_s, "notice", True)
     world.join("n2", 2)
     world.release("r1")
     world.settle()
@@ -187,8 +187,8 @@ def test_an_unfit_node_leaves_the_pool_until_it_joins_again() -> None:
     slot = world.run("broken").live[0].slots[0]
     world.unfit("n1", slot)
     world.settle()
-    stops = world.facts(RunPreempting)
-    assert [(stop.run_id, stop.grace_s, stop.queue_reason) for stop in stops] == [("broken", 0, "node lost")]
+    stops = world.facts(RunStopping)
+    assert [(stop.run_id, stop.grace_s, stop.reason) for stop in stops] == [("broken", 0, "unfit")]
     world.release("broken")
     world.settle()
     assert world.phase("broken") == "queued"
@@ -212,10 +212,10 @@ def test_a_stalled_run_restarts_as_its_policy_requires(on_stall: str, goes_to: s
     world.stall("r1", "n1", on_stall)
     world.settle()
     if on_stall == "observe":
-        assert world.facts(RunPreempting) == []
+        assert world.facts(RunStopping) == []
         return
-    stop = world.facts(RunPreempting)[-1]
-    assert (stop.grace_s, "no step for 61 s after step 7" in stop.reason) == (0, True)
+    stop = world.facts(RunStopping)[-1]
+    assert (stop.grace_s, stop.reason, "no step for 61 s after step 7" in stop.message) == (0, "stalled", True)
     world.exit("r1", "failed", reason="killed")  # told to stop: no fault of the run
     world.settle()
     world.wait(1)

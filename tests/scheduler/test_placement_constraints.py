@@ -152,10 +152,10 @@ def test_runs_on_nodes_under_maintenance_stop_in_time() -> None:
     there.start("r")
     there.wait(3600 - 40)
     there.settle()
-    assert there.run("r").preempting is None
+    assert there.run("r").stopping is None
     there.wait(15)
     there.settle()
-    stop = there.run("r").preempting
+    stop = there.run("r").stopping
     assert stop is not None
-    assert "maintenance" in stop.reason
+    assert (stop.reason, "maintenance" in stop.message) == ("maintenance", True)
     assert stop.grace_s == 30

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.events.run import RunPlaced, RunPreempting
+from contracts.events.run import RunPlaced, RunStopping
 from contracts.scheduling import Policy
 from services.scheduler import policies
 from services.scheduler.policy_diff import diff_policy, diff_settings, simulate_cycles
@@ -51,7 +51,7 @@ def test_what_is_simulated_is_what_is_decided(seed: int, policy: Policy) -> None
         assert {fact.run_id for fact in decided if isinstance(fact, RunPlaced)} == {
             run_id for run_id, outcomes in expected.items() if any(each.what == "placed" for each in outcomes)
         }
-        assert {fact.run_id for fact in decided if isinstance(fact, RunPreempting)} == {
+        assert {fact.run_id for fact in decided if isinstance(fact, RunStopping)} == {
             run_id
             for run_id, outcomes in expected.items()
             if any(each.what in ("preempted", "resized") for each in outcomes)

@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler import policies
 from services.scheduler.core import price
-from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.decisions import StopRun
 from tests.scheduler.world import World, spec
 
 
@@ -54,5 +54,5 @@ def test_an_order_preempts_only_a_run_that_has_a_checkpoint_to_come_back_to(
     world.wait(100_000)
     world.accept("second", spec(2))
     # Without a grace period the preempted ranks make no checkpoint.
-    stops = [decision.run_id for decision in world.settle() if isinstance(decision, PreemptRun)]
+    stops = [decision.run_id for decision in world.settle() if isinstance(decision, StopRun)]
     assert stops == (["first"] if is_preempted else [])

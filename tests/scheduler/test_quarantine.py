@@ -25,13 +25,13 @@ from contracts.events.run import (
     RunExited,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunPrepared,
     RunQueued,
     RunReleased,
     RunReserved,
     RunStalled,
     RunStarted,
+    RunStopping,
     RunWaiting,
 )
 from contracts.scheduling import Policy
@@ -279,10 +279,10 @@ FACTS = st.one_of(
         on_stall=st.sampled_from(["restart", "exclude"]),
     ),
     _made(
-        RunPreempting,
+        RunStopping,
         **OF_GENERATION,
-        reason=TEXTS,
-        queue_reason=st.sampled_from(["preempted", "resized", "node lost"]),
+        reason=st.sampled_from(["preempted", "resized", "node_lost"]),
+        message=TEXTS,
         grace_s=SECONDS,
         then=st.sampled_from(["queue", "cancel", "fail"]),
     ),

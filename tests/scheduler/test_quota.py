@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeJoined
-from contracts.events.run import RunPreempting, RunWaiting
+from contracts.events.run import RunStopping, RunWaiting
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
@@ -210,10 +210,10 @@ class Teams(World):
         self.settle()
 
     def placed(self) -> set[str]:
-        return {run_id for run_id, run in self.cluster.runs.items() if run.live and run.preempting is None}
+        return {run_id for run_id, run in self.cluster.runs.items() if run.live and run.stopping is None}
 
     def stopping(self) -> set[str]:
-        return {run_id for run_id, run in self.cluster.runs.items() if run.live and run.preempting is not None}
+        return {run_id for run_id, run in self.cluster.runs.items() if run.live and run.stopping is not None}
 
     def let_go(self) -> None:
         """Release the slots of all runs that were asked to."""
@@ -226,7 +226,7 @@ class Teams(World):
         for _ in range(200):
             self.settle()
             wake_at = run_steps(self.cluster, self.now, self.policy).wake_at
-            due = {run_id: self.run(run_id).preempting_at + timedelta(seconds=20) for run_id in self.stopping()}
+            due = {run_id: self.run(run_id).stopping_at + timedelta(seconds=20) for run_id in self.stopping()}
             next_at = min([until, *due.values(), *([wake_at] if wake_at is not None else [])])
             self.now = max(self.now, next_at)
             check_limits(self)
@@ -254,9 +254,9 @@ def test_idle_slots_are_lent_and_come_back_within_one_grace_time() -> None:
     assert len(world.placed()) == 8
     world.submit("a0", "a", 6)
     assert len(world.stopping()) == 6
-    stop = world.facts(RunPreempting)[0]
+    stop = world.facts(RunStopping)[0]
     assert (stop.preemptor, stop.grace_s) == ("a0", 30)
-    assert "gets back slots that it is owed" in stop.reason
+    assert "gets back slots that it is owed" in stop.message
     world.let_go()
     assert world.placed() >= {"a0"}
     assert len(world.placed()) == 3
@@ -385,7 +385,7 @@ def test_slot_hours_stop_runs_in_time_and_the_next_period_starts_them() -> None:
     world.now = wake_at
     world.settle()
     assert world.stopping() == {"r0"}
-    assert world.facts(RunPreempting)[0].reason == (
+    assert world.facts(RunStopping)[0].message == (
         "team a has used its 8 slot-hours of this period; the next one begins at 2026-01-02T00:00:00+00:00"
     )
     world.wait(60)

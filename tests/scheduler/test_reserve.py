@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
+from contracts.events.run import RunFailed, RunPlaced, RunReserved, RunStopping
 from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.steps.reserve import Reservations
@@ -87,7 +87,7 @@ def test_a_promise_is_kept_against_newcomers_of_any_priority() -> None:
     assert world.phase("urgent") == "queued"
     world.wait(40)
     world.settle()  # `a` has had its time: it is stopped, and fails
-    assert world.phase("a") == "preempting"
+    assert world.phase("a") == "stopping"
     world.release("a")
     world.settle()
     assert world.phase("large") == "placed"
@@ -135,8 +135,8 @@ def test_a_backfilled_run_is_preempted_when_the_run_ahead_fits_with_its_slots() 
     assert world.phase("small") == "placed"  # it has not had its slots for as long as it is granted
     world.wait(10)
     world.settle()
-    stop = world.facts(RunPreempting)[-1]
-    assert (stop.run_id, stop.preemptor, stop.reason) == (
+    stop = world.facts(RunStopping)[-1]
+    assert (stop.run_id, stop.preemptor, stop.message) == (
         "small",
         "large",
         "gives way to run large of which it went ahead",
@@ -182,7 +182,7 @@ def lived(seed: int) -> World:
         world.settle()
         world.wait(rng.choice([1.0, 15.0, 60.0]))
         for run_id in list(world.cluster.active):
-            if world.run(run_id).preempting is not None:
+            if world.run(run_id).stopping is not None:
                 world.release(run_id)
             elif rng.random() < 0.4:
                 world.exit(run_id)

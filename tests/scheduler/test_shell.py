@@ -27,9 +27,9 @@ from contracts.events.run import (
     RunCancelled,
     RunExited,
     RunPlaced,
-    RunPreempting,
     RunReleased,
     RunStarted,
+    RunStopping,
 )
 from contracts.scheduling import Policy
 from contracts.state.node import NodeStatement
@@ -203,8 +203,8 @@ async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> Non
         ref = CheckpointRef(uri="s3://models/e/r/7.json", step=7, epoch=1, samples_consumed=56)
         await bus.publish(CheckpointCommitted(run_id=first, generation=1, checkpoint=ref, size_bytes=1))
         await request(bus, "cancel", {"run_id": first, "reason": "enough"}, "c2")
-        stop = (await until(bus, f"run.{first}.preempting"))[0].event
-        assert isinstance(stop, RunPreempting)
+        stop = (await until(bus, f"run.{first}.stopping"))[0].event
+        assert isinstance(stop, RunStopping)
         assert stop.then == "cancel"
         await bus.publish(RunReleased(run_id=first, generation=1, node_id="n1"))
         assert (await until(bus, f"run.{first}.cancelled"))[0].event.reason == "enough"

@@ -171,7 +171,7 @@ def test_a_late_placement_makes_the_run_active_until_it_has_released_its_slots()
     world.publish(placed)
     assert list(world.cluster.runs) == ["r1"]
     world.settle()
-    assert world.run("r1").preempting is not None
+    assert world.run("r1").stopping is not None
     world.release("r1")
     world.settle()
     assert list(world.cluster.runs) == []

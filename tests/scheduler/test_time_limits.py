@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contracts.events.run import RunFailed, RunPreempting
+from contracts.events.run import RunFailed, RunStopping
 from contracts.scheduling import FairShare, Order, Policy, Reclaim
 from services.scheduler.core.decide import run_steps
 from tests.scheduler.test_quota import Teams
@@ -42,7 +42,7 @@ def test_runs_that_allow_it_take_turns() -> None:
         world.wait(5)
         world.let_go()
     assert order == ["r0", "r1", "r2"] * 2
-    assert world.facts(RunPreempting)[0].reason == "gives way to run r1 whose turn it is after 600 s"
+    assert world.facts(RunStopping)[0].message == "gives way to run r1 whose turn it is after 600 s"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_run_over_its_limit_is_stopped_and_fails_with_the_reason() -> None:
     assert not world.settle()
     world.wait(1)
     world.settle()
-    stop = world.facts(RunPreempting, "r0")[-1]
+    stop = world.facts(RunStopping, "r0")[-1]
     assert (stop.then, stop.grace_s) == ("fail", 30)
     world.let_go()
     (failed,) = world.facts(RunFailed)
@@ -193,7 +193,7 @@ def test_a_team_below_its_share_preempts_where_the_policy_allows_it() -> None:
         world.submit(f"vision{index}", "research/vision")
     # Three quarters; one more would be taken back.
     assert len(world.stopping()) == 6
-    assert "further below its share" in world.facts(RunPreempting)[0].reason
+    assert "further below its share" in world.facts(RunStopping)[0].message
     world.let_go()
     assert sorted(run_id[:5] for run_id in world.placed()) == ["sales"] * 2 + ["visio"] * 6
     assert not world.settle()

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from contracts.events.run import RunPreempting
+from contracts.events.run import RunStopping
 from contracts.scheduling import Policy
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
@@ -169,7 +169,7 @@ def test_a_bundle_preempts_the_runs_of_one_node_alone() -> None:
         world.commit(run_id, 1)
     world.accept("bundle", spec(8, priority=5, gang={"bundle": 8}))
     world.settle()
-    stops = world.facts(RunPreempting)
+    stops = world.facts(RunStopping)
     assert len(stops) == 8
     assert len({part.node_id for stop in stops for part in world.run(stop.run_id).parts.values()}) == 1
 

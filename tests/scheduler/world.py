@@ -322,7 +322,7 @@ class Chaos:
             return
         run, part = rng.choice(live)
         deed = rng.random()
-        if run.preempting is not None or run.terminal:
+        if run.stopping is not None or run.terminal:
             if deed < 0.15:
                 world.exit(run.run_id, rng.choice(["succeeded", "failed"]), part.node_id)
             elif deed < 0.3 and run.spec.task:
@@ -412,7 +412,7 @@ class Chaos:
             if all(run.phase in TERMINAL and not run.live for run in world.cluster.runs.values()):
                 return
             for run in live:
-                if run.preempting is not None or run.terminal:
+                if run.stopping is not None or run.terminal:
                     world.release(run.run_id)
                 else:
                     if run.spec.task:

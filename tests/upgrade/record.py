@@ -17,7 +17,7 @@ from pathlib import Path
 
 from contracts import topology
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.run import RunPreempting
+from contracts.events.run import RunStopping
 from tests.e2e.support import Stack, connected
 from tests.upgrade.recording import RecordedMessage, dump_database, write_messages
 from trainbus.embedded.launch import StackProcess
@@ -33,7 +33,7 @@ async def play(stack: Stack) -> None:
     if done.code:
         raise RuntimeError(f"the demo failed:\n{done.text}")
     facts = [message.event for message in await stack.bus.read_history("run.*.*")]
-    assert any(isinstance(fact, RunPreempting) for fact in facts), "the demo preempted nothing"
+    assert any(isinstance(fact, RunStopping) for fact in facts), "the demo preempted nothing"
     # Retention has deleted the early ones.
     checkpoint = next(fact for fact in reversed(facts) if isinstance(fact, CheckpointCommitted))
     restored = await stack.request(

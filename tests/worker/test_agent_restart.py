@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contracts.base import Fact
 from contracts.events.node import NodeJoined
-from contracts.events.run import RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import RunExited, RunReleased, RunStarted, RunStopping
 from services.worker.app import build
 from services.worker.launch.executor import ProcessExecutor
+from tests.contracts.old_stops import as_version_1
 from tests.kit.support import until as eventually
 from tests.worker.conftest import FAKE, World, ranks_of, until
 from trainbus.embedded.servers import NatsServer
@@ -58,7 +61,8 @@ async def test_killed_agent_reattaches_and_no_step_is_lost_or_doubled(world: Wor
     assert len(await world.ends()) == 1
 
 
-async def test_restarted_agent_catches_up(world: World, agent_process: Any) -> None:
+@pytest.mark.parametrize("publish_as", [as_version_1, lambda fact: fact], ids=["version 1", "today"])
+async def test_restarted_agent_catches_up(world: World, agent_process: Any, publish_as: Callable[[Fact], Fact]) -> None:
     folder = world.settings.data_dir.resolve()
     committing = asyncio.create_task(world.commit_all())
     process = agent_process()
@@ -72,7 +76,8 @@ async def test_restarted_agent_catches_up(world: World, agent_process: Any) -> N
     for pid in set(ranks_of(folder / "runs" / "died")):
         with suppress(ProcessLookupError):  # a wrapper may have ended with its rank
             os.kill(pid, signal.SIGKILL)
-    await world.bus.publish(RunPreempting(run_id="stopped", generation=1, reason="room", grace_s=60))
+    stop = RunStopping(run_id="stopped", generation=1, reason="preempted", message="room", grace_s=60)
+    await world.bus.publish(publish_as(stop))
     agent_process()
     assert (await _joined(world, 2)).running == (("died", 1), ("stopped", 1))
     released = await world.wait_for(RunReleased, "stopped")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
-from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunPreempting, RunReleased
+from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunReleased, RunStopping
 from contracts.ranks import CheckpointLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
@@ -36,8 +36,8 @@ def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: 
     )
 
 
-def preempting(generation: int = 1) -> RunPreempting:
-    return RunPreempting(run_id="r", generation=generation, reason="", grace_s=3)
+def stopping(generation: int = 1) -> RunStopping:
+    return RunStopping(run_id="r", generation=generation, reason="preempted", message="", grace_s=3)
 
 
 def joined(incarnation: str, node_id: str = "n1") -> NodeJoined:
@@ -60,9 +60,9 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
     ("older after newer", [placed(2), placed(1)], ["StartGeneration"]),
     ("newer here", [placed(), placed(2)], ["StartGeneration", "DropGeneration", "StartGeneration"]),
     ("newer elsewhere", [placed(), ELSEWHERE], ["StartGeneration", "DropGeneration", "ForgetRun"]),
-    ("stop", [placed(), preempting()], ["StartGeneration", "StopGeneration"]),
-    ("stop of another generation", [placed(2), preempting(1)], ["StartGeneration"]),
-    ("stop of what is not here", [preempting()], []),
+    ("stop", [placed(), stopping()], ["StartGeneration", "StopGeneration"]),
+    ("stop of another generation", [placed(2), stopping(1)], ["StartGeneration"]),
+    ("stop of what is not here", [stopping()], []),
     ("committed", [placed(), COMMITTED], ["StartGeneration", "SettleCheckpoint"]),
     ("committed by an old generation", [placed(2), COMMITTED], ["StartGeneration"]),
     ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["StartGeneration", "DropGeneration", "CleanUpRun"]),
@@ -79,7 +79,7 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
         ["StartGeneration", "DropGeneration"],
     ),
     ("another node lost", [placed(), NodeLost(node_id="n2", incarnation="me")], ["StartGeneration"]),
-    ("stop after lost", [placed(), LOST, preempting()], ["StartGeneration", "DropGeneration", "RejoinCluster"]),
+    ("stop after lost", [placed(), LOST, stopping()], ["StartGeneration", "DropGeneration", "RejoinCluster"]),
 ]
 
 
@@ -452,14 +452,19 @@ def test_pathological_pattern_matches_in_linear_time() -> None:
     ("reason", "then", "expected"),
     [
         ("crashed", "queue", True),
-        ("node lost", "queue", True),
+        ("node_lost", "queue", True),
+        ("infrastructure", "queue", True),
+        ("unfit", "queue", True),
+        ("stalled", "queue", True),
+        ("start_deadline", "queue", True),
+        ("drained", "queue", False),
         ("preempted", "queue", False),
         ("crashed", "fail", False),
     ],
 )
 def test_stop_says_whether_a_peer_was_lost(reason: Any, then: Any, expected: bool) -> None:
     state, _ = node_decisions.decide(node_decisions.NodeState("n1", incarnation="me"), placed(), 1)
-    order = RunPreempting(run_id="r", generation=1, reason="x", queue_reason=reason, grace_s=0, then=then)
+    order = RunStopping(run_id="r", generation=1, reason=reason, message="x", grace_s=0, then=then)
     [stop] = node_decisions.decide(state, order, 2)[1]
     assert isinstance(stop, node_decisions.StopGeneration)
     assert stop.peer_lost is expected

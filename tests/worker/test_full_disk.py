@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contracts.disk_space import DISK_FULL
-from contracts.events.run import RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import RunExited, RunReleased, RunStarted, RunStopping
 from services.worker.local_files import hold_space, read_json, release_space, write_atomically, write_if_space
 from tests.kit.support import until as eventually
 from tests.small_disk import file_system, fill
@@ -75,7 +75,9 @@ async def test_a_full_disk_ends_no_run(world: World, tmp_path: Path) -> None:
             fill(disk)
             await world.wait_steps(len(await world.steps()) + 50)
 
-            await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+            await world.bus.publish(
+                RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60)
+            )
             await world.wait_for(RunReleased)
             # The end of the generation frees space.
             first = data_dir / "runs" / "r1" / "g1"

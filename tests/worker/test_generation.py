@@ -19,9 +19,9 @@ from contracts.events.run import (
     RunCompleted,
     RunExited,
     RunHeldUp,
-    RunPreempting,
     RunReleased,
     RunStarted,
+    RunStopping,
 )
 from contracts.texts import describe
 from services.worker.agent import agent as agent_module
@@ -77,7 +77,7 @@ async def test_preempted_run_releases_once_committed_and_resumes(world: World, a
     await agent()
     await world.place(params={"steps": 100_000})
     await world.wait_steps(5)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60))
     staged = await world.wait_for(CheckpointStaged)
     await asyncio.sleep(0.3)
     assert await world.ends() == []  # not before it is committed
@@ -132,7 +132,7 @@ async def test_run_starts_from_weights_until_it_has_a_checkpoint(world: World, a
         "state.json": b"{}",
     }
 
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60))
     ref = await world.commit(await world.wait_for(CheckpointStaged))
     assert (await world.wait_for(RunReleased)).clean
     await world.objects.delete(base.uri)
@@ -152,7 +152,7 @@ async def test_unresponsive_ranks_are_killed_after_the_grace(world: World, agent
     await agent()
     await world.place(params={"steps": 100_000, "ignores_stop": True})
     await world.wait_for(RunStarted)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=0.3))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=0.3))
     released = await world.wait_for(RunReleased)
     assert not released.clean
     assert not ranks_of(world.settings.data_dir.resolve())
@@ -219,7 +219,7 @@ async def test_command_is_matched_logged_and_stopped(world: World, agent: Any) -
     )
     await world.wait_for(RunStarted)
     await world.wait_steps(5)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=3))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=3))
     released = await world.wait_for(RunReleased)
     assert not released.clean
     steps = await world.steps()
@@ -280,7 +280,7 @@ async def test_preemption_during_preparation_starts_no_rank(world: World, agent:
     elsewhere = (Member(node_id="nobody", slots=(0,), ranks=(0,)), Member(node_id="n1", slots=(0,), ranks=(1,)))
     resume = CheckpointRef(uri="s3://x-y/z", step=7, epoch=1, samples_consumed=56)
     await world.place(members=elsewhere, params={"steps": 5}, resume=None)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60))
     released = await world.wait_for(RunReleased)
     assert released.clean
     assert resume.step == 7
@@ -343,7 +343,9 @@ async def test_a_node_says_that_the_node_of_rank_0_does_not_come(
     held_up = await world.wait_for(RunHeldUp)
     assert (held_up.node_id, held_up.missing_nodes, held_up.address) == (node_id, ("elsewhere",), "")
     # It waits for the rendezvous, not for the end of the test.
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="the test is over", grace_s=0))
+    await world.bus.publish(
+        RunStopping(run_id="r1", generation=1, reason="preempted", message="the test is over", grace_s=0)
+    )
     await world.wait_for(RunReleased)
 
 
@@ -424,7 +426,9 @@ async def test_what_cannot_be_stored_within_the_grace_of_a_stop_is_no_result(
             proxy.cut()
             await world.commit(staged)
         await until(lambda: not ranks_of(folder), "the ranks to finish")
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="it grows", grace_s=0.5))
+        await world.bus.publish(
+            RunStopping(run_id="r1", generation=1, reason="preempted", message="it grows", grace_s=0.5)
+        )
         released = await world.wait_for(RunReleased)
         assert (released.clean, released.step) == (False, 60)
         assert "could not be stored" in released.detail

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
-from contracts.events.run import CheckpointRef, RunExited, RunLog, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import CheckpointRef, RunExited, RunLog, RunReleased, RunStarted, RunStopping
 from contracts.predictions import Predictions
 from services.kit.kept_files import unpack_files
 from services.worker.generation.rank_group import RankGroup
@@ -103,7 +103,7 @@ async def test_what_has_settled_is_kept_while_the_script_runs(world: World, agen
     staged = await world.wait_for(CheckpointStaged)
     assert staged.step == 20
     # Nothing changes: nothing is kept again.
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60))
     released = await world.wait_for(RunReleased)
     assert released.clean
     assert (await last_checkpoint(world)).step == 20
@@ -122,7 +122,7 @@ async def test_the_next_attempt_finds_the_last_kept_state_on_another_node(
         exited = await world.wait_for(RunExited)
         assert "SIGKILL" in exited.reason
     else:
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+        await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
         assert (await world.wait_for(RunReleased)).clean
     await agent(node_id="n2", data_dir=world.settings.data_dir / "n2")
     world.settings = world.settings.model_copy(update={"node_id": "n2"})
@@ -155,7 +155,7 @@ async def test_a_stop_reaches_the_script_and_loses_nothing(
     await agent()
     await place(world, HANDLES_STOP, code)
     await world.wait_for(CheckpointStaged)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
     released = await world.wait_for(RunReleased)
     assert (released.clean, released.step) == (True, 7)
     assert (await fetch(world, agent, tmp_path / "f"))["saved"] == "on stop"
@@ -177,7 +177,7 @@ async def test_a_script_that_stops_before_it_is_signalled_has_not_finished(
     await agent()
     await place(world, HANDLES_STOP, code)
     await world.wait_for(CheckpointStaged)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
     [released] = await wait_for_ends(world)
     assert isinstance(released, RunReleased)
     assert (released.clean, released.step) == (True, 7)
@@ -212,7 +212,7 @@ async def test_a_group_of_which_one_rank_has_seen_the_stop_has_not_finished(
     await agent()
     await place(world, FIRST_RANK_ASKS, slots=(0, 1))
     await world.wait_for(CheckpointStaged)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
     assert [type(each) for each in await wait_for_ends(world)] == [RunReleased]
 
 
@@ -233,7 +233,7 @@ async def test_a_script_that_does_not_ask_shows_by_its_exit_code_whether_it_has_
     await agent()
     await place(world, READS_STOP_FILE, code)
     await world.wait_for(CheckpointStaged)
-    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+    await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
     assert [type(each) for each in await wait_for_ends(world)] == [kind]
 
 
@@ -372,7 +372,7 @@ async def test_a_file_that_is_written_all_the_time_is_kept(
         os.killpg(processes[0]["pid"], signal.SIGKILL)
         await world.wait_for(RunExited)
     else:
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="drain", grace_s=60))
+        await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="drained", message="drain", grace_s=60))
         assert (await world.wait_for(RunReleased)).clean
     kept = (await fetch(world, agent, tmp_path / "f"))["state"]
     assert kept.isdigit()

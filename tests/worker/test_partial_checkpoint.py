@@ -15,7 +15,7 @@ import pytest_asyncio
 from safetensors.numpy import save_file
 
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.run import CheckpointRef, Member, RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import CheckpointRef, Member, RunExited, RunReleased, RunStarted, RunStopping
 from contracts.ranks import Launch, RangeRequestLine
 from services.kit.concurrency import cancel_and_wait
 from services.kit.messages import TransientError
@@ -254,7 +254,7 @@ async def test_a_node_of_two_fetches_its_rows_and_trains_on_as_one_node_does(wor
         whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         # Of the largest weight and its momentum the first of three pieces.
         assert held_bytes(folder) < whole - 2 * 8 * MIB + MIB
-        await world.bus.publish(RunPreempting(run_id="r1", generation=2, reason="room", grace_s=60))
+        await world.bus.publish(RunStopping(run_id="r1", generation=2, reason="preempted", message="room", grace_s=60))
         await eventually(lambda: _is_released(world, 2), "both nodes' reports", 90)
 
         training["max_steps"] = 10

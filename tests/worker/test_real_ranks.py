@@ -12,7 +12,7 @@ from typing import Any
 from contracts.datasets import dataset_uri, shard_uri
 from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.node import NodeUnfit
-from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased, RunStarted
+from contracts.events.run import CheckpointRef, RunExited, RunPrepared, RunReleased, RunStarted, RunStopping
 from services.kit.store.files import hash_file
 from services.worker.app import build
 from tests.kit.support import until as eventually
@@ -65,7 +65,7 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
         training = {"max_steps": 1_000_000, "global_batch": 16, "checkpoint_every_steps": 50}
         await world.place(slots=(0, 1), training=training, **fields)
         await world.wait_steps(10)
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=60))
+        await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=60))
         released: RunReleased = await world.wait_for(RunReleased, timeout_s=90)
         assert released.clean, released
         resume = await _last_commit(world)
@@ -96,7 +96,7 @@ async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, t
         fields: dict[str, Any] = {"task": "task:Linear", "grace_s": 10, "dataset": prepared, "training": training}
         await world.place(slots=(0, 1), **fields)
         await world.wait_steps(10)
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
+        await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=10))
         released: RunReleased = await world.wait_for(RunReleased)
         assert not released.clean, released
         assert [path.name for path in survivors.iterdir()] == ["g1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.datasets import shard_uri
-from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunReleased
+from contracts.events.run import RunExited, RunPrepared, RunReleased, RunStopping
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, store
 from tests.kit.support import until
@@ -115,7 +115,7 @@ async def test_ranks_that_wait_for_a_shard_obey_a_stop(world: World, agent: Any,
         for path in shards.glob("*/*"):
             path.unlink()
         steps = len(await world.steps())
-        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=1))
+        await world.bus.publish(RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=1))
         released = await world.wait_for(RunReleased)
         assert not released.clean
         assert released.step >= steps

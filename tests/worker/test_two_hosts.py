@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from contracts.events.node import NodeJoined
-from contracts.events.run import Member, RunExited, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import Member, RunExited, RunReleased, RunStarted, RunStopping
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
 from services.worker.settings import WorkerSettings
@@ -134,7 +134,9 @@ async def test_a_gang_over_two_hosts_trains_is_stopped_and_resumes_from_what_bot
             await world.wait_steps(len(await world.steps()) + 20)
             assert hosts.exchanged_bytes() > before_bytes
 
-            await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
+            await world.bus.publish(
+                RunStopping(run_id="r1", generation=1, reason="preempted", message="room", grace_s=10)
+            )
             released = await wait_for_all(world, RunReleased, 2)
             assert {each.node_id: each.clean for each in released} == {"n1": False, "n2": False}  # nothing is committed
             steps = training["max_steps"] = released[0].step + 30

@@ -180,7 +180,7 @@ class AsyncClient:
             raise UsageError(f"run {run_id} has ended already: {describe(end)}")
         start = await self.connection.last_sequence(topology.FACTS) + 1
         await self.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
-        return await self._wait_for_answer(start, subjects.run(run_id), "cancelled", "cancelling", "preempting")
+        return await self._wait_for_answer(start, subjects.run(run_id), "cancelled", "cancelling", "stopping")
 
     async def restore(
         self, run: RunRef, *, step: int | None = None, epoch: int | None = None

@@ -17,7 +17,7 @@ import httpx
 
 from contracts import topology
 from contracts.base import Request
-from contracts.envelope import Envelope, EnvelopeError, parse
+from contracts.envelope import Envelope, EnvelopeError, parse, read_envelope
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
 from trainbus.client.stored_event import StoredEvent
@@ -333,4 +333,5 @@ def _decode(found: dict[str, Any]) -> StoredEvent:
         correlation_id=found["correlationid"],
         causation_id=found["causationid"],
     )
-    return StoredEvent(found["sequence"], found["natssubject"], envelope, parse(envelope, found["data"]))
+    event = parse(envelope, found["data"])
+    return StoredEvent(found["sequence"], found["natssubject"], read_envelope(envelope, event), event)

@@ -60,7 +60,7 @@ def recorded_reason(view: RunView) -> str:
             return view.reason or f"it was placed on {plural(view.slots_got, 'slot')} and its ranks are starting"
         case "running":
             return view.reason or f"it runs on {plural(view.slots_got, 'slot')} of the {_format_range(view)} it can use"
-        case "preempting" | "cancelling":
+        case "stopping" | "cancelling":
             return f"it was asked to stop{format_reason(view.reason)}"
         case "completed" if not view.verdict:
             return "every rank succeeded"

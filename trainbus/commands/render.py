@@ -22,7 +22,7 @@ STATE_STYLE = {
     "completed": "green",
     "running": "bold cyan",
     "placed": "cyan",
-    "preempting": "yellow",
+    "stopping": "yellow",
     "cancelling": "yellow",
     "queued": "yellow",
     "preparing": "yellow",

@@ -110,10 +110,10 @@ def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachabl
     found: dict[str, LoseNode] = {}
     for run_id in cluster.active:
         run = cluster.runs[run_id]
-        if run.preempting is None:
+        if run.stopping is None:
             continue
-        limit_s = run.preempting.grace_s + policy.faults.release_deadline_s
-        if now - max(run.preempting_at, reachable_since) < timedelta(seconds=limit_s):
+        limit_s = run.stopping.grace_s + policy.faults.release_deadline_s
+        if now - max(run.stopping_at, reachable_since) < timedelta(seconds=limit_s):
             continue
         for part in run.live:
             node = cluster.nodes[part.node_id]

@@ -21,11 +21,12 @@ from contracts.events.run import (
     RunFact,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunQueued,
     RunRejected,
     RunReserved,
+    RunStopping,
     RunWaiting,
+    StopReason,
 )
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
@@ -82,11 +83,11 @@ class PlaceRun:
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptRun:
+class StopRun:
     run_id: str
     generation: int
-    reason: str
-    queue_reason: QueueReason
+    reason: StopReason
+    message: str
     grace_s: float
     then: Literal["queue", "cancel", "fail"] = "queue"
     preemptor: str | None = None
@@ -160,7 +161,7 @@ class LeftOver(NamedTuple):
 
 NOTHING_LEFT = LeftOver()
 
-Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
+Decision = QueueRun | PlaceRun | StopRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 
 
 def in_order(decisions: Iterable[Decision]) -> list[Decision]:
@@ -225,12 +226,12 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
                 run_s=known.run_s,
                 decision=made,
             )
-        case PreemptRun():
-            return RunPreempting(
+        case StopRun():
+            return RunStopping(
                 run_id=run_id,
                 generation=decision.generation,
                 reason=decision.reason,
-                queue_reason=decision.queue_reason,
+                message=decision.message,
                 grace_s=decision.grace_s,
                 then=decision.then,
                 preemptor=decision.preemptor,

@@ -15,7 +15,7 @@ from contracts.base import Fact
 from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
-from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
+from contracts.events.run import BREAKS, RunExited, RunPrepared, RunStalled, RunStopping
 from contracts.state.node import next_drain
 from contracts.state.run import placement_problem
 from contracts.texts import held_up_text
@@ -222,7 +222,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         known.strikes.update(_at_fault(cluster, known))
     if fact.reason != "node lost":
         known.last_start_failure = known.start_failure if fact.reason == "crashed" else ""
-    known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
+    known.parts, known.stopping, known.ended_at, known.stalled = {}, None, None, None
     known.reserved = None
     if known.ready_at == EPOCH:
         known.ready_at = time
@@ -270,7 +270,7 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
     cluster.waits.add(wait_kind_of(fact.world_size, known.served_slot_s), waited_s, time)
     known.generation, known.placed_at, known.placed_sequence = fact.generation, time, known.last_sequence
     known.final, known.staged, known.held_up = None, StagedCheckpoints(), ""
-    known.preempting, known.ended_at, known.stalled = None, None, None
+    known.stopping, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
         known.machine, known.inexact = "", False
     known.parts = {member.node_id: MemberState(member.node_id, member.slots, member.ranks) for member in fact.members}
@@ -325,20 +325,20 @@ def _reserved(cluster: Cluster, known: Run, fact: run.RunReserved, time: datetim
 
 def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> None:
     current = fact.generation == known.generation and fact.node_id in known.parts
-    if current and fact.on_stall != "observe" and known.preempting is None and known.stalled is None:
+    if current and fact.on_stall != "observe" and known.stopping is None and known.stalled is None:
         known.stalled = fact
         if fact.on_stall == "exclude":
             known.excluded_nodes.add(fact.node_id)
 
 
-def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
-    if fact.generation != known.generation or not known.live or known.preempting is not None:
+def _stopping(cluster: Cluster, known: Run, fact: RunStopping, time: datetime) -> None:
+    if fact.generation != known.generation or not known.live or known.stopping is not None:
         return
-    known.preempting, known.preempting_at = fact, time
+    known.stopping, known.stopping_at = fact, time
     if fact.preemptor is not None:
         known.yielded_at = cluster.sequence
     if not known.terminal:
-        _enter(cluster, known, Phase.PREEMPTING)
+        _enter(cluster, known, Phase.STOPPING)
 
 
 def _released(cluster: Cluster, known: Run, fact: run.RunReleased, time: datetime) -> None:
@@ -351,7 +351,7 @@ def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> No
     part = known.parts.get(fact.node_id)
     if part is not None and part.ended is None and fact.generation == known.generation:
         part.exit = fact
-        part.unprovoked = known.preempting is None
+        part.unprovoked = known.stopping is None
         _end(cluster, known, part, fact.outcome, time)
 
 
@@ -378,8 +378,8 @@ def _end(cluster: Cluster, known: Run, part: MemberState, how: Ending, time: dat
 
 def _broke(known: Run) -> bool:
     """Whether the ended generation ended without a request to stop."""
-    stop = known.preempting
-    return (stop is not None and stop.queue_reason in ("crashed", "node lost")) or any(
+    stop = known.stopping
+    return (stop is not None and stop.reason in BREAKS) or any(
         part.ended == "lost" or (part.ended == "failed" and part.unprovoked) for part in known.parts.values()
     )
 
@@ -569,7 +569,7 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     run.RunHeldUp: _held_up,
     run.RunStarted: _started,
     RunStalled: _stalled,
-    RunPreempting: _preempting,
+    RunStopping: _stopping,
     run.RunReleased: _released,
     RunExited: _exited,
     checkpoint.CheckpointStaged: _staged,

@@ -205,8 +205,8 @@ def _not_waiting(run: Run) -> tuple[str, str]:
             return "starting", f"placed on {_slots(run.slot_count)}{wish} of {where}, {begun}"
         case Phase.RUNNING:
             return "running", f"runs on {_slots(run.slot_count)}{wish} of {where}"
-        case Phase.PREEMPTING:
-            return "preempting", _stop_text(run)
+        case Phase.STOPPING:
+            return "stopping", _stop_text(run)
         case Phase.COMPLETED | Phase.FAILED | Phase.CANCELLED | Phase.REJECTED:
             return str(run.phase), run.outcome
         case _:
@@ -228,12 +228,12 @@ def uncommitted_text(run: Run) -> str:
 
 def _stop_text(run: Run) -> str:
     """Return why the run is stopped, and what that costs and gains."""
-    stop = run.preempting
+    stop = run.stopping
     if stop is None:
         return "is being stopped"
     if stop.cost_slot_s is None or stop.gain_slot_s is None:
-        return stop.reason
-    return f"{stop.reason}; that costs {stop.cost_slot_s:.6g} slot-seconds and gains {stop.gain_slot_s:.6g}"
+        return stop.message
+    return f"{stop.message}; that costs {stop.cost_slot_s:.6g} slot-seconds and gains {stop.gain_slot_s:.6g}"
 
 
 def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:

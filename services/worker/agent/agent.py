@@ -15,9 +15,10 @@ from pydantic import BaseModel
 
 from contracts import subjects, topology
 from contracts.base import Event, Fact
+from contracts.earlier_events import subject_filters
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeUnfit
-from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
+from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunReleased, RunStopping
 from contracts.grace import NOTICE_MARGIN_S
 from contracts.state.node import NodeStatement
 from services.kit.bus import Message, TransientError
@@ -37,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 FOLLOWED: tuple[type[Event], ...] = (
     RunPlaced,
-    RunPreempting,
+    RunStopping,
     CheckpointCommitted,
     CheckpointRefused,
     CheckpointRotten,
@@ -262,7 +263,7 @@ class Agent:
     def _filters(self) -> tuple[str, ...]:
         own: tuple[type[Fact], ...] = (NodeLost, NodeDraining, NodeJoined)
         node = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in own)
-        return (*(event.subject_filter() for event in FOLLOWED), *node)
+        return (*(subject for event in FOLLOWED for subject in subject_filters(event)), *node)
 
     async def _apply(self, batch: list[Message[Any]]) -> str:
         """Act on the facts and save the position; return why the node must join again, '' if it need not."""

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from contracts.events.node import NodeJoined, NodeLost
-from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunPreempting, RunReleased
+from contracts.events.run import (
+    BREAKS,
+    RunCancelled,
+    RunCompleted,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunReleased,
+    RunStopping,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,7 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
             return _on_run_ended(state, event, found)
         case RunExited() | RunReleased():
             return _on_reported(state, event)
-        case RunPreempting() | CheckpointCommitted() | CheckpointRefused():
+        case RunStopping() | CheckpointCommitted() | CheckpointRefused():
             if state.is_live(event.run_id, event.generation):
                 return state, [_decide_live(event)]
         case _:
@@ -154,11 +163,11 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
     return state, []
 
 
-def _decide_live(event: RunPreempting | CheckpointCommitted | CheckpointRefused) -> Decision:
+def _decide_live(event: RunStopping | CheckpointCommitted | CheckpointRefused) -> Decision:
     match event:
-        case RunPreempting():
-            peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")
-            return StopGeneration(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)
+        case RunStopping():
+            peer_lost = event.then == "queue" and event.reason in BREAKS
+            return StopGeneration(event.run_id, event.generation, event.grace_s, event.message, peer_lost)
         case CheckpointCommitted():
             return SettleCheckpoint(event.run_id, event.generation, event.checkpoint.step, True)
         case CheckpointRefused():

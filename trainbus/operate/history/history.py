@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
-from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting, RunStarted
+from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunStarted, RunStopping, queue_reason_of
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.state.cluster import Cluster
@@ -261,7 +261,7 @@ class History:
             if generation == fact.generation:
                 del self._restarting[run.run_id]
                 self._restarts_s.append((time - since).total_seconds())
-        elif isinstance(fact, RunPreempting) and fact.queue_reason == "preempted" and fact.then == "queue":
+        elif isinstance(fact, RunStopping) and queue_reason_of(fact.reason) == "preempted" and fact.then == "queue":
             run.preemptions += 1
         if self.start <= time < self.end and getattr(fact, "decision", None) is not None:
             self.totals.decisions += 1

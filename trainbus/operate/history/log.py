@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from contracts import subjects
 from contracts.base import Event, Fact
+from contracts.earlier_events import model_of, read_data
 from contracts.envelope import EnvelopeError, RawMessage, decode, type_for_subject
-from contracts.events import BY_TYPE
 from services.scheduler.core.fold import apply, seen
 from services.scheduler.core.state.cluster import Cluster
 
@@ -110,12 +110,13 @@ def line_of(fact: Fact, sequence: int, time: datetime) -> str:
 
 def _entry(line: dict[str, Any]) -> Entry:
     subject = str(line.get("natssubject") or line.get("subject") or "")
-    kind = BY_TYPE.get(str(line.get("type") or type_for_subject(subject)))
+    kind = str(line.get("type") or type_for_subject(subject))
+    model = model_of(kind)
     time = datetime.fromisoformat(line["time"])
     time = time if time.tzinfo else time.replace(tzinfo=UTC)
     fact: Any = None
-    if kind is not None and issubclass(kind, Fact):
-        fact = kind.model_validate(line["data"], extra="ignore")
+    if model is not None and issubclass(model, Fact):
+        fact = read_data(kind, line["data"], extra="ignore")
         subject = fact.subject
     return Entry(fact, int(line["sequence"]), time, subject)
 

@@ -15,7 +15,7 @@ from typing import Any
 from contracts import subjects
 from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
-from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
+from contracts.events.run import RunPlaced, RunStopping, RunWaiting
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.state.cluster import Cluster
@@ -227,7 +227,7 @@ def _starts(facts: Iterable[Fact]) -> dict[tuple[str, int], RunPlaced]:
 
 
 def _stops(facts: Iterable[Fact]) -> set[tuple[str, int]]:
-    return {(fact.run_id, fact.generation) for fact in facts if isinstance(fact, RunPreempting)}
+    return {(fact.run_id, fact.generation) for fact in facts if isinstance(fact, RunStopping)}
 
 
 def _reason(made: CycleResult, run_id: str) -> str:

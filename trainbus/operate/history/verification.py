@@ -22,10 +22,10 @@ from contracts.events.run import (
     RunCompleted,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunQueued,
     RunRejected,
     RunReserved,
+    RunStopping,
     RunWaiting,
 )
 from contracts.scheduling import Policy
@@ -40,7 +40,7 @@ DECISIONS = (
     RunWaiting,
     RunPlaced,
     RunReserved,
-    RunPreempting,
+    RunStopping,
     RunCompleted,
     RunFailed,
     RunCancelled,

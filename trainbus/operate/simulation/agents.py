@@ -15,7 +15,7 @@ from typing import Self
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeLeft, NodeLost
-from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
+from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunReleased, RunStarted, RunStopping
 from trainbus.operate.simulation.traces import Trace
 
 #: How often a job makes a checkpoint by itself, in seconds of work.
@@ -56,7 +56,7 @@ class Agents:
         """Act on the scheduler's fact; return the facts that the agents publish in reply."""
         if isinstance(fact, RunPlaced):
             return self._placed(fact, now_s)
-        if isinstance(fact, RunPreempting):
+        if isinstance(fact, RunStopping):
             return self._preempted(fact, now_s)
         return []
 
@@ -98,7 +98,7 @@ class Agents:
             heapq.heappush(self._ends, (end_s, self._count, fact.run_id, fact.generation))
         return [_of_node(_STARTED, fact.run_id, fact.generation, node_id) for node_id in work.nodes]
 
-    def _preempted(self, fact: RunPreempting, now_s: float) -> list[Fact]:
+    def _preempted(self, fact: RunStopping, now_s: float) -> list[Fact]:
         work = self.work[fact.run_id]
         if work.generation != fact.generation:
             return []

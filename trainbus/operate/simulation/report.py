@@ -20,9 +20,9 @@ from contracts.events.run import (
     RunExited,
     RunFailed,
     RunPlaced,
-    RunPreempting,
     RunQueued,
     RunReleased,
+    RunStopping,
     RunWaiting,
 )
 from contracts.scheduling import Policy
@@ -98,7 +98,7 @@ class Recorder:
             self._placed(fact, now_s)
         elif isinstance(fact, RunReleased | RunExited):
             self._ended(fact.run_id, fact.node_id, now_s)
-        elif isinstance(fact, RunPreempting):
+        elif isinstance(fact, RunStopping):
             self.records[fact.run_id].preemptions += 1
         elif isinstance(fact, RunCompleted):
             self.records[fact.run_id].completed_s = now_s

@@ -138,9 +138,7 @@ def _reason(pool: Pool, there: int, new: int, run_ids: Sequence[str], timed_out:
 def _runs_to_serve(cluster: Cluster, now: datetime, policy: Policy) -> list[Run]:
     """Return the runs that more nodes would help, in order."""
     # Slots are on their way to these: nodes beside them would come for nothing.
-    served = {
-        run.preempting.preemptor for run_id in cluster.active if (run := cluster.runs[run_id]).preempting is not None
-    }
+    served = {run.stopping.preemptor for run_id in cluster.active if (run := cluster.runs[run_id]).stopping is not None}
     helped = [run for run_id in cluster.queued if run_id not in served and _is_helped(run := cluster.runs[run_id])]
     return heapq.nsmallest(MAX_SERVED_RUNS, helped, key=lambda run: queue.key_of(cluster, run, now, policy))
 

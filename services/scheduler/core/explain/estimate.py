@@ -216,14 +216,14 @@ class ReleaseTimes:
 
     def left_s(self, run: Run) -> list[float]:
         """For how long a run that has slots may still have them, ascending."""
-        if (stop := run.preempting) is not None:
-            return [max((run.preempting_at - self._now).total_seconds() + stop.grace_s, 0.0)]
+        if (stop := run.stopping) is not None:
+            return [max((run.stopping_at - self._now).total_seconds() + stop.grace_s, 0.0)]
         attained_s = run.ran_s(self._now)
         return limited(run, levels(self.predicted(run.kind), attained_s, LEVELS_HELD), attained_s)
 
     def yields_s(self, run: Run) -> float:
         """Return in what time it has released its slots if preempted for a higher priority; inf: it is not."""
-        if not run.spec.scheduling.preemptible or run.preempting is not None:
+        if not run.spec.scheduling.preemptible or run.stopping is not None:
             return math.inf
         since_s = (self._now - run.placed_at).total_seconds()
         return max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s

@@ -16,7 +16,7 @@ from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.decide import run_steps
-from services.scheduler.core.decisions import PlaceRun, PreemptRun
+from services.scheduler.core.decisions import PlaceRun, StopRun
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.durations import run_kind_of
@@ -71,7 +71,7 @@ class Attempt:
         made = run_steps(clone, self.now, self.policy, about=self.run.run_id).decisions
         if any(isinstance(each, PlaceRun) and each.run_id == self.run.run_id for each in made):
             return Change(fields, "now")
-        victims = [each.run_id for each in made if isinstance(each, PreemptRun) and each.preemptor == self.run.run_id]
+        victims = [each.run_id for each in made if isinstance(each, StopRun) and each.preemptor == self.run.run_id]
         return Change(fields, "after preemption", tuple(victims)) if victims else None
 
     def changed(self, spec: RunSpec) -> Cluster:

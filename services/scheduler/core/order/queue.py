@@ -247,7 +247,7 @@ def _update_allocation(cluster: Cluster, run_id: str) -> None:
         return
     try:
         run = cluster.runs[run_id]
-        cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.preempting is not None)
+        cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.stopping is not None)
     except Exception as error:
         note_suspect(error, run_id=run_id)
         raise

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from contracts.scheduling import Policy
-from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.decisions import StopRun
 from services.scheduler.core.order.share import Shares
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
@@ -247,7 +247,7 @@ class Entitlements:
             asked = set()
             for each in holders:
                 holder_id = each.run_id
-                if each.preempting is not None or holder_id in leaving:
+                if each.stopping is not None or holder_id in leaving:
                     asked.add(holder_id)
                     trial.release_run(each)
                     self.refund_run(each)
@@ -283,11 +283,11 @@ class Entitlements:
 
     # -- slot-hours ---------------------------------------------------------------------
 
-    def spent(self, leaving: Iterable[str] = ()) -> tuple[list[PreemptRun], float]:
+    def spent(self, leaving: Iterable[str] = ()) -> tuple[list[StopRun], float]:
         """The stops of runs whose team has used up its slot-hours, and when the next ones will be due."""
         if self.quotas is None or not self._by_hours:
             return [], math.inf
-        stops: dict[str, PreemptRun] = {}
+        stops: dict[str, StopRun] = {}
         wake_s = math.inf
         for out in self.quotas.spent_out():
             if out.at > self.now_s + AT_ONCE_S:
@@ -296,8 +296,8 @@ class Entitlements:
             for run_id in out.run_ids:
                 try:
                     run = self.cluster.runs[run_id]
-                    if run.preempting is None and run_id not in leaving and not run.terminal:
-                        stop = PreemptRun(run_id, run.generation, _spent_text(out), "preempted", run.spec.grace_s)
+                    if run.stopping is None and run_id not in leaving and not run.terminal:
+                        stop = StopRun(run_id, run.generation, "quota_spent", _spent_text(out), run.spec.grace_s)
                         stops.setdefault(run_id, stop)
                 except Exception as error:
                     note_suspect(error, run_id=run_id)

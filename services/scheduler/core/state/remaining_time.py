@@ -32,8 +32,8 @@ def expected_end_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) ->
     """Return when an allocated run releases its slots (seconds since the epoch); and whether limits say so."""
     expected, firm = expected_s(cluster, run, now, policy)
     grace_s = run.spec.grace_s if firm else 0.0
-    if run.preempting is not None:
-        return max(run.preempting_at.timestamp() + run.preempting.grace_s, now.timestamp()), True
+    if run.stopping is not None:
+        return max(run.stopping_at.timestamp() + run.stopping.grace_s, now.timestamp()), True
     left = expected - run.ran_s(now)
     if left <= 0 and not firm:
         # It has outlived what was expected of it: as long again as it has run.

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Literal
 
-from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
+from contracts.events.run import CheckpointRef, RunExited, RunPrepared, RunReserved, RunStalled, RunStopping
 from contracts.spec.run import RunSpec
 from services.scheduler.core.state.durations import RunKind
 from services.scheduler.core.state.slot_spec import SlotSpec
@@ -26,7 +26,7 @@ class Phase(StrEnum):
     QUEUED = "queued"
     PLACED = "placed"
     RUNNING = "running"
-    PREEMPTING = "preempting"
+    STOPPING = "stopping"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -101,8 +101,8 @@ class Run:
     parts: dict[str, MemberState] = field(default_factory=dict)
     placed_at: datetime = EPOCH
     placed_sequence: int = 0
-    preempting: RunPreempting | None = None
-    preempting_at: datetime = EPOCH
+    stopping: RunStopping | None = None
+    stopping_at: datetime = EPOCH
     ended_at: datetime | None = None
     checkpoints: dict[str, CommittedCheckpoint] = field(default_factory=dict)
     newest: CommittedCheckpoint | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from services.scheduler.core.cycle_state import CycleState
-from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.decisions import StopRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.resource_request import avoided, resource_request_of, useful
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
@@ -24,7 +24,7 @@ def grow_runs(cycle: CycleState) -> None:
     try:
         for run_id in cluster.active:
             run = cluster.runs[run_id]
-            if run.preempting is not None:
+            if run.stopping is not None:
                 return
             if run.least < run.most and run.slot_count < run.most and _can_restart(run):
                 candidates.append(run)
@@ -65,9 +65,9 @@ def _grow(cycle: CycleState, run: Run, idle: ClusterSnapshot) -> ClusterSnapshot
             return idle
         change.allocate(run, slots)
         change.commit()
-    reason = f"grows from {run.slot_count} to {count} slots"
+    message = f"grows from {run.slot_count} to {count} slots"
     cycle.result.decisions.append(
-        PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s, price=price)
+        StopRun(run.run_id, run.generation, "resized", message, run.spec.grace_s, price=price)
     )
     return ClusterSnapshot({node_id: each for node_id, each in trial.nodes.items() if node_id in idle.nodes})
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from contracts.events.run import QueueReason
+from contracts.events.run import StopReason
 from services.scheduler.core.cycle_state import MAX_SEARCH_WORK, CycleState
-from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.decisions import StopRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
@@ -217,7 +217,7 @@ class Preemption:
                 turns.append(((run.reserved is None, ranks[run_id]), 0, keys[run_id], run))
             for each in stopping:
                 run_id = each.run.run_id
-                stop = each.run.preempting
+                stop = each.run.stopping
                 is_over = each.run.terminal or each.run.cancel_reason is not None
                 if is_over or (stop is not None and stop.then != "queue"):
                     continue  # it does not come back
@@ -370,7 +370,7 @@ class Preemption:
 
     def _is_stopping(self, run: Run) -> bool:
         try:
-            return run.preempting is not None or run.run_id in self._leaving
+            return run.stopping is not None or run.run_id in self._leaving
         except Exception as error:
             note_suspect(error, run_id=run.run_id)
             raise
@@ -384,7 +384,7 @@ class Preemption:
 
     # -- texts -------------------------------------------------------------------
 
-    def _stop(self, rule: PreemptionRule, run: Run, preemptor: Run, priority: int, by: int | None) -> PreemptRun:
+    def _stop(self, rule: PreemptionRule, run: Run, preemptor: Run, priority: int, by: int | None) -> StopRun:
         """Return the decision to stop a run for another; ``by``: how many slots it shrinks, None: by all."""
         does = "gives way to" if by is None else f"shrinks by {by} for"
         slice_s = self.cycle.policy.reclaim.time_slice_s or 0.0
@@ -395,11 +395,11 @@ class Preemption:
             "turn": f"whose turn it is after {slice_s:g} s",
             "order": _order_text(run, priority, shrinks=by is not None),
         }[rule.rule]
-        reason = f"{does} run {preemptor.run_id} {why}"
-        queue_reason: QueueReason = "preempted" if by is None else "resized"
+        message = f"{does} run {preemptor.run_id} {why}"
+        reason: StopReason = "preempted" if by is None else "resized"
         price = preemption_price(self.cycle.cluster, run, preemptor, self.cycle.now, self.cycle.policy)
-        return PreemptRun(
-            run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, preemptor=preemptor.run_id, price=price
+        return StopRun(
+            run.run_id, run.generation, reason, message, run.spec.grace_s, preemptor=preemptor.run_id, price=price
         )
 
     def _awaiting(self, why: Why, slots: Iterable[NodeSlots]) -> Why:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from contracts.events.run import QueueReason, RunStalled
+from contracts.events.run import RunStalled, StopReason, queue_reason_of
 from contracts.grace import LEAST_GRACE_S
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleState
-from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, PreemptRun, QueueRun
+from services.scheduler.core.decisions import CancelRun, CompleteRun, ExplainRun, FailRun, QueueRun, StopRun
 from services.scheduler.core.place.maintenance import must_leave
 from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
 from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.run import MemberState, Phase, Run
 from services.scheduler.core.state.suspects import note_suspect
 
-Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
+Settlement = CancelRun | CompleteRun | FailRun | StopRun | QueueRun
 
 
 def settle_runs(cycle: CycleState) -> None:
@@ -33,7 +33,7 @@ def settle_runs(cycle: CycleState) -> None:
                 _explain_wait(cycle, run)
                 continue
             cycle.result.decisions.append(settlement)
-            if isinstance(settlement, PreemptRun):
+            if isinstance(settlement, StopRun):
                 cycle.leaving.add(run_id)
             elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
                 cycle.queued[run_id] = run
@@ -109,7 +109,7 @@ def settle_active(
 ) -> Settlement | None:
     """Stop the rest of a gang that has broken; decide what follows once every part has ended."""
     if run.live:
-        if run.preempting is not None:
+        if run.stopping is not None:
             return None
         waited = now - max(run.placed_at, reachable_since)
         return _stop(cluster, run, now, policy) or _not_started(run, waited.total_seconds(), policy)
@@ -119,7 +119,7 @@ def settle_active(
 def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
     """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
     found = math.inf
-    if run.live and run.preempting is None:
+    if run.live and run.stopping is None:
         if not all(part.started for part in run.live):
             found = run.placed_at.timestamp() + policy.faults.start_deadline_s
         if run.spec.scheduling.limit_s is not None:
@@ -133,42 +133,42 @@ def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
     return found
 
 
-def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptRun | None:
+def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> StopRun | None:
     """Return the stop of a gang that still runs, if it must stop."""
     broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
     released = [part for part in run.parts.values() if part.ended == "released"]
     homes = [cluster.nodes[part.node_id] for part in run.live]
     draining, noticed = _leaving_homes(homes)
     if run.terminal:
-        return PreemptRun(run.run_id, run.generation, "the run is over", "preempted", 0.0, "cancel")
+        return StopRun(run.run_id, run.generation, "run_over", "the run is over", 0.0, "cancel")
     if broken:
         # Its peers hang in a collective that can never complete: no checkpoint to wait for.
-        return PreemptRun(run.run_id, run.generation, _broken_text(broken[0]), _broken_reason(run), 0.0)
+        return StopRun(run.run_id, run.generation, _broken_reason(run), _broken_text(broken[0]), 0.0)
     if run.cancel_reason is not None:
-        return PreemptRun(run.run_id, run.generation, run.cancel_reason, "preempted", run.spec.grace_s, "cancel")
+        return StopRun(run.run_id, run.generation, "cancelled", run.cancel_reason, run.spec.grace_s, "cancel")
     limit_s = run.spec.scheduling.limit_s
     if limit_s is not None and run.ran_s(now) >= limit_s:
         text = f"it has had its slots for {run.ran_s(now):.6g} s, and its limit (scheduling.limit_s) is {limit_s:g} s"
-        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s, "fail")
+        return StopRun(run.run_id, run.generation, "time_limit", text, run.spec.grace_s, "fail")
     if unfit := _unfit_home(cluster, run):
         # What a broken device has computed is not worth keeping, and a checkpoint might hang in it.
-        return PreemptRun(run.run_id, run.generation, unfit, "node lost", 0.0)
+        return StopRun(run.run_id, run.generation, "unfit", unfit, 0.0)
     if run.stalled is not None:
         # Its peers wait in a collective for the rank that makes no step.
-        return PreemptRun(run.run_id, run.generation, _stalled_text(run.stalled), "node lost", 0.0)
+        return StopRun(run.run_id, run.generation, "stalled", _stalled_text(run.stalled), 0.0)
     if noticed:
         # The machine that goes first sets the time for all.
         first = min(noticed, key=lambda home: _left_s(home, now))
         grace_s = max(min(run.spec.grace_s, _left_s(first, now) - policy.faults.notice_margin_s), LEAST_GRACE_S)
-        return PreemptRun(run.run_id, run.generation, _notice_text(first), "preempted", grace_s)
+        return StopRun(run.run_id, run.generation, "notice", _notice_text(first), grace_s)
     if released:
         text = f"node {released[0].node_id} has released its ranks"
-        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
+        return StopRun(run.run_id, run.generation, "released", text, run.spec.grace_s)
     if policy.maintenance and (shut := _shut_home(homes, run, now, policy)):
-        return PreemptRun(run.run_id, run.generation, shut, "preempted", run.spec.grace_s)
+        return StopRun(run.run_id, run.generation, "maintenance", shut, run.spec.grace_s)
     if draining:
         text = f"node {draining[0]} is being drained"
-        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
+        return StopRun(run.run_id, run.generation, "drained", text, run.spec.grace_s)
     return None
 
 
@@ -234,34 +234,34 @@ def _stalled_text(stalled: RunStalled) -> str:
     )
 
 
-def _not_started(run: Run, waited_s: float, policy: Policy) -> PreemptRun | None:
+def _not_started(run: Run, waited_s: float, policy: Policy) -> StopRun | None:
     """The stop of a gang some of whose nodes have had their time to start it and did not."""
     missing = [part.node_id for part in run.live if not part.started]
     if not missing or waited_s < policy.faults.start_deadline_s:
         return None
     names = ", ".join(sorted(missing)[:5])
-    reason = f"its ranks on {names} have not started within {policy.faults.start_deadline_s:g} s of the placement"
-    return PreemptRun(run.run_id, run.generation, reason, "node lost", 0.0)
+    text = f"its ranks on {names} have not started within {policy.faults.start_deadline_s:g} s of the placement"
+    return StopRun(run.run_id, run.generation, "start_deadline", text, 0.0)
 
 
 def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
     endings = {part.ended for part in run.parts.values()}
-    stop = run.preempting
+    stop = run.stopping
     if endings == {"succeeded"}:
         return _complete(run, now, policy)
     if run.cancel_reason is not None or (stop is not None and stop.then == "cancel"):
-        return CancelRun(run.run_id, run.cancel_reason or (stop.reason if stop else ""))
+        return CancelRun(run.run_id, run.cancel_reason or (stop.message if stop else ""))
     if stop is not None and stop.then == "fail":
-        return FailRun(run.run_id, run.generation, stop.reason)
+        return FailRun(run.run_id, run.generation, stop.message)
     if endings & {"failed", "lost"}:
-        reason = _broken_reason(run)
+        reason = queue_reason_of(_broken_reason(run))
         if reason == "crashed":
             return _crashed(run)
     else:
-        reason = stop.queue_reason if stop else "preempted"
+        reason = queue_reason_of(stop.reason) if stop else "preempted"
     if reason == "node lost":
         exited = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
-        why = exited.reason if exited else stop.reason if stop else "its nodes were lost"
+        why = exited.reason if exited else stop.message if stop else "its nodes were lost"
         return _retry_after_infrastructure_failure(run, why, policy, exited.log_tail if exited else ())
     return QueueRun(run.run_id, run.next_generation, reason, run.failures)
 
@@ -341,7 +341,7 @@ def _retry_after_failure(
     return FailRun(run.run_id, run.generation, f"{why}; after {attempts}{details}", log_tail)
 
 
-def _broken_reason(run: Run) -> QueueReason:
+def _broken_reason(run: Run) -> StopReason:
     """Whose fault a broken generation was.
 
     Ranks whose peer's node died fail as well, with errors that look like their own: a lost part
@@ -349,13 +349,13 @@ def _broken_reason(run: Run) -> QueueReason:
     """
     parts = list(run.parts.values())
     if any(part.ended == "lost" for part in parts):
-        return "node lost"
+        return "node_lost"
     own = [part for part in parts if part.exit is not None and part.ended == "failed" and part.unprovoked]
     if any(part.exit is not None and not part.exit.infrastructure_failure for part in own):
         return "crashed"
     if own:
-        return "node lost"
-    return run.preempting.queue_reason if run.preempting else "crashed"
+        return "infrastructure"
+    return run.stopping.reason if run.stopping else "crashed"
 
 
 def _broken_text(part: MemberState) -> str:

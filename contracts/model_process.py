@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 MODEL_LAUNCH_VARIABLE = "TRAINBUS_MODEL_LAUNCH"
-MODEL_PROCESS_MODULE = "trainbus.model_process"
+MODEL_PROCESS_MODULE = "trainbus.model.process"
 #: A sample of a dataset: its fields by extension.
 Sample = Mapping[str, bytes]
 #: Bytes of one element by the datatype's name in the Open Inference Protocol; BYTES has elements of any length.

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.spec.training import Training
 from loadtest.common import report
 from tests.trainbus.exact_gang import Case, gang
-from trainbus.process_exit import hard_exit
+from trainbus.agent_link.process_exit import hard_exit
 from trainbus.task import Task
 from trainbus.trainer.chained_optimizer import make_optimizer
 from trainbus.trainer.exact.gradient_tree import GradientTree

@@ -42,9 +42,9 @@ from contracts.ranks import Launch
 from contracts.spec.training import Training
 from loadtest.common import report
 from tests.trainbus.support import linear_dataset, request
+from trainbus.agent_link.process_exit import hard_exit
 from trainbus.data.dataset import Dataset
-from trainbus.evaluate import evaluate
-from trainbus.process_exit import hard_exit
+from trainbus.evaluation.evaluate import evaluate
 from trainbus.task import Task
 from trainbus.trainer.start_point import StartPoint
 from trainbus.trainer.step_data import StepData, TrainingData

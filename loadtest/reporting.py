@@ -25,7 +25,7 @@ from contracts.ranks import EndedLine
 from loadtest.common import percentile
 from services.worker.core.journal import JournalSource
 from services.worker.ranks.journal_follower import JournalFollower
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 
 VALUES = {"train/loss": 0.7, "train/grad_norm": 1.3, "train/lr": 1e-3, "train/samples_per_s": 4096.0}
 CALLS, ROUNDS = 2_000, 25

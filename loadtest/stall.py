@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from contracts.spec.training import Training
 from loadtest.common import percentile, report
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 from trainbus.task import Task
 from trainbus.trainer.checkpoint import Progress
 from trainbus.trainer.checkpoint_manager import CheckpointManager

@@ -16,7 +16,7 @@ from trainbus.script import artifact, checkpoint, output_dir, params, resume, re
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient, Client
     from trainbus.client.errors import TrainbusError
-    from trainbus.saved_model import load_model
+    from trainbus.model.saved_model import load_model
     from trainbus.task import Task
     from trainbus.trainer.trainer import Trainer
 
@@ -43,7 +43,7 @@ _MODULES = {
     "Task": "trainbus.task",
     "Trainer": "trainbus.trainer.trainer",
     "TrainbusError": "trainbus.client.errors",
-    "load_model": "trainbus.saved_model",
+    "load_model": "trainbus.model.saved_model",
 }
 
 

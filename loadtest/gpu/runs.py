@@ -14,7 +14,7 @@ from contracts.spec.run import RunSpec
 from loadtest.gpu.common import FROM_TWO, KILLED, PREEMPTED, TO_TWO, Row, Sizes
 from tests.trainbus import exact_tasks
 from tests.trainbus.support import Gang, Warm, exact_dataset, journal, request, whole_checkpoint, write_launch
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 CODE = Path(exact_tasks.__file__).parent
 POLL_S = 0.005

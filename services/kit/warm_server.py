@@ -92,7 +92,7 @@ class WarmServer:
         cwd: Path,
         log_file: Path,
         exit_file: Path,
-        module: str = "trainbus.rank",
+        module: str = "trainbus.ranks.rank",
         start_before: float | None = None,
     ) -> int:
         """Fork a process that runs ``module``, a rank by default, and return its pid.
@@ -152,7 +152,7 @@ class WarmServer:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as output:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "trainbus.warm", "--socket", str(self._socket)],
+                [sys.executable, "-m", "trainbus.ranks.warm", "--socket", str(self._socket)],
                 # Forks have this process's memory, so it must never have held a secret.
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

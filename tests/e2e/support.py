@@ -28,7 +28,7 @@ from trainbus.client.address import find_address
 from trainbus.embedded.launch import StackProcess, read_stack
 from trainbus.embedded.layout import StackOptions
 from trainbus.operate.stack_settings import read_settings
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 PROJECT = Path(__file__).parent / "project"
 LAKE = "s3://lake/digits-small/"

@@ -13,7 +13,7 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.predictions import Predictions
 from tests.e2e.support import PROJECT, Stack
-from trainbus.saved_model import load_model_and_task
+from trainbus.model.saved_model import load_model_and_task
 
 pytestmark = [pytest.mark.e2e]
 

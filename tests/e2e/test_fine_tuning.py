@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from tests.e2e.support import DONE_S, IMAGES, PROJECT, Body, Stack, digits, held, package
 from trainbus.embedded.launch import read_stack
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 #: The first five digits alone.
 HALF = "s3://lake/digits-half/"

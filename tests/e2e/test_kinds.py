@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.support import DONE_S, PROJECT, Stack, held, package
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 pytestmark = [pytest.mark.e2e]
 

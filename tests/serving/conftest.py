@@ -46,7 +46,7 @@ def warm_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A warm server for all tests."""
     path = socket_path(tmp_path_factory.mktemp("warm"), "warm.sock")
     environment = {**os.environ, "PYTHONPATH": str(PYTHON_ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([sys.executable, "-m", "trainbus.warm", "--socket", str(path)], env=environment)
+    server = subprocess.Popen([sys.executable, "-m", "trainbus.ranks.warm", "--socket", str(path)], env=environment)
     with socket.socket(socket.AF_UNIX) as link:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:

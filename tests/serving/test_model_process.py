@@ -12,7 +12,7 @@ from torch import nn
 from contracts.model_process import FrameReader, Tensor, decode_answer, decode_predict, encode_answer, encode_predict
 from services.serving.core.rows import to_values
 from trainbus import Task
-from trainbus.model_process import InputError, Predictor
+from trainbus.model.process import InputError, Predictor
 
 
 class Wine(Task):

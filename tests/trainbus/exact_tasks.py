@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainbus import Task
-from trainbus.step_hold import wait_at
+from trainbus.ranks.step_hold import wait_at
 
 CLASSES = tuple("abcdefgh")
 

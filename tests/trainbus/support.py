@@ -318,7 +318,7 @@ def write_launch(
 def start_rank(env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "trainbus.rank"], env=dict(env), stdout=output, stderr=output, cwd=log.parent
+            [sys.executable, "-m", "trainbus.ranks.rank"], env=dict(env), stdout=output, stderr=output, cwd=log.parent
         )
 
 
@@ -369,7 +369,7 @@ class Warm:
         self.path = folder / "warm.sock"
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainbus.warm", "--socket", str(self.path)], env=env, start_new_session=True
+            [sys.executable, "-m", "trainbus.ranks.warm", "--socket", str(self.path)], env=env, start_new_session=True
         )
         deadline = time.monotonic() + 300
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

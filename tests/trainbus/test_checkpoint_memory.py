@@ -30,7 +30,7 @@ from tests.trainbus.support import (
 )
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 from trainbus.trainer.survivor_state import find_local_parts
 
 pytestmark = pytest.mark.shell
@@ -89,7 +89,7 @@ HELD_TASK = """
 import os
 
 import exact_tasks
-from trainbus.step_hold import wait_at
+from trainbus.ranks.step_hold import wait_at
 
 
 class HeldTask(exact_tasks.CNN):

@@ -12,7 +12,7 @@ from contracts.ranks import CheckpointLine, Launch
 from contracts.spec.training import Training
 from tests.trainbus.support import journal, linear_dataset, request, write_launch
 from tests.trainbus.test_trainer import Linear, train
-from trainbus.evaluate import evaluate
+from trainbus.evaluation.evaluate import evaluate
 from trainbus.trainer.checkpoint import CheckpointSchedule, FailureHistory, compare
 from trainbus.trainer.validation import measure_split
 from trainbus.trainer.world import World, limit_threads

@@ -29,8 +29,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def run_rank(env: Mapping[str, str], gpus: int, folder: Path, board: int = 0) -> None:
-    """Run a rank as ``python -m trainbus.rank`` does, on fake GPUs; write down what it touched."""
-    from trainbus.rank import run
+    """Run a rank as ``python -m trainbus.ranks.rank`` does, on fake GPUs; write down what it touched."""
+    from trainbus.ranks.rank import run
 
     cuda = FakeCuda(gpus, board)
     code = 1

@@ -17,7 +17,7 @@ from contracts.predictions import Predictions
 from contracts.ranks import Launch
 from tests.trainbus.support import linear_dataset, request
 from trainbus.data.dataset import Dataset
-from trainbus.evaluate import evaluate
+from trainbus.evaluation.evaluate import evaluate
 from trainbus.task import Task, TaskError
 from trainbus.trainer.world import World
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainbus.kind_metrics import compute_kind_metrics, score_queries, score_rows
+from trainbus.evaluation.kind_metrics import compute_kind_metrics, score_queries, score_rows
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -15,7 +15,7 @@ from tests.trainbus.support import FakeAgent, Warm, exact_dataset, journal, writ
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start
 from tests.trainbus.test_devices import fork_ranks
 from trainbus.data.dataset import Dataset
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 pytestmark = pytest.mark.shell
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainbus.prediction_columns import make_columns
+from trainbus.evaluation.prediction_columns import make_columns
 from trainbus.task import Task, TaskError
 
 PAIR = (torch.tensor([0, 1]), torch.tensor([1, 1]))

@@ -14,7 +14,7 @@ PRINTING = """
 import os
 import sys
 
-from trainbus.rank_output import drop_output_on_full_disk
+from trainbus.ranks.output import drop_output_on_full_disk
 
 if sys.argv[2] == "drops":
     drop_output_on_full_disk()

@@ -17,8 +17,8 @@ from contracts import progress as layout
 from contracts.ranks import EndedLine
 from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import journal as read_journal
-from trainbus.agent_link import Journal
-from trainbus.ring import RingWriter
+from trainbus.agent_link.channels import Journal
+from trainbus.agent_link.ring import RingWriter
 
 
 def reader(folder: Path) -> RingReader:
@@ -97,7 +97,7 @@ def test_without_a_ring_metrics_go_to_the_journal(tmp_path: Path, monkeypatch: p
 def test_a_killed_rank_loses_no_record(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\n"
-        "from trainbus.agent_link import Journal\n"
+        "from trainbus.agent_link.channels import Journal\n"
         "journal = Journal(pathlib.Path(sys.argv[1]) / 'rank_0.jsonl')\n"
         "for step in range(1, 60_000):\n"
         "    journal.metrics(step, {'loss': 1 / step})\n"

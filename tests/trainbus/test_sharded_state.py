@@ -22,8 +22,8 @@ from tests.trainbus.exact_gang import MODELS, Case, Gpt, gang, run_ranks, train
 from tests.trainbus.live_bytes import LiveBytes
 from tests.trainbus.support import linear_dataset, request
 from tests.trainbus.test_evaluate import EightNumbers
-from trainbus import evaluate as evaluation
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
+from trainbus.evaluation import evaluate as evaluation
 from trainbus.task import Task
 from trainbus.trainer import strategies
 from trainbus.trainer.checkpoint import Progress, find_initial_weights, find_weights, open_tensors

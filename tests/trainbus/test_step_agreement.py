@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
-from trainbus.agent_link import Control
+from trainbus.agent_link.channels import Control
 from trainbus.data.loader import Prefetcher
 from trainbus.trainer import step_data
 from trainbus.trainer.step_agreement import StepAgreement, StepBarrier, StepSummary

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from contracts.ranks import STOP_FILE_VARIABLE
-from trainbus.step_hold import StepHold, is_held, wait_while_held
+from trainbus.ranks.step_hold import StepHold, is_held, wait_while_held
 
 
 def wait_in_thread(path: Path) -> threading.Thread:
@@ -46,7 +46,7 @@ def test_without_a_holder_nothing_waits(tmp_path: Path) -> None:
 
 @pytest.mark.shell
 def test_a_holder_that_is_killed_holds_up_no_run(tmp_path: Path) -> None:
-    script = "import sys, time, pathlib; from trainbus.step_hold import StepHold\n"
+    script = "import sys, time, pathlib; from trainbus.ranks.step_hold import StepHold\n"
     script += "hold = StepHold(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     path = tmp_path / "hold"
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as holder:

@@ -19,7 +19,7 @@ from tests.trainbus.support import Warm, exact_dataset, journal, write_exact_cod
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start, start_run
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 from trainbus.trainer import survivor_state
 
 pytestmark = pytest.mark.shell

@@ -18,10 +18,10 @@ from contracts.spec.run import Code, RunSpec
 from contracts.spec.training import Training
 from services.kit.model_folder import ModelFolderError, verify_manifest, write_model_folder
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
-from trainbus.saved_model import load_model_and_task
+from trainbus.model.saved_model import load_model_and_task
 from trainbus.task import Task, TaskError
-from trainbus.task_artifacts import collect_artifacts, load_artifacts
 from trainbus.trainer.checkpoint import check_safe
+from trainbus.trainer.checkpoint.task_artifacts import collect_artifacts, load_artifacts
 from trainbus.trainer.start_point import StartPoint
 from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.trainer import Trainer, TrainerSettings

@@ -30,7 +30,7 @@ from tests.trainbus.support import (
     linear_samples,
     text_dataset,
 )
-from trainbus.agent_link import Control
+from trainbus.agent_link.channels import Control
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task, TaskError, load_task
 from trainbus.trainer import checkpoint, checkpoint_manager, optimizer_state

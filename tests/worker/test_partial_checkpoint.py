@@ -31,8 +31,8 @@ from tests.kit.support import until as eventually
 from tests.trainbus.support import request
 from tests.worker.conftest import World
 from tests.worker.test_real_ranks import committed_checkpoints, prepare, running_agent
-from trainbus.checkpoint_ranges import CheckpointRanges
 from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.checkpoint.ranges import CheckpointRanges
 from trainbus.trainer.checkpoint.tensor_file import open_tensor_file
 
 MIB = 2**20

@@ -12,8 +12,8 @@ from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.ring_reader import RingReader
 from tests.manual_clock import ManualClock
 from tests.worker.test_journal_follower import Bus, follower
-from trainbus.agent_link import Journal
-from trainbus.ring import RingWriter
+from trainbus.agent_link.channels import Journal
+from trainbus.agent_link.ring import RingWriter
 
 
 def steps(bus: Bus) -> list[int]:

@@ -57,7 +57,7 @@ def test_first_steps_and_heartbeats_are_no_stall() -> None:
 
 RANK = """
 import faulthandler, pathlib, signal, sys, time
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 journal = Journal(folder / f"rank_{rank}.jsonl")
 faulthandler.register(signal.SIGUSR2, file=(folder / f"rank_{rank}.stacks").open("a"))

@@ -12,7 +12,7 @@ from contracts.spec.training import DataLoading
 from services.kit.bus import TransientError
 from tests.manual_clock import ManualClock
 from tests.worker.test_journal_follower import Bus, follower
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.trainer.starvation import StarvationDetector
 

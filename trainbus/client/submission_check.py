@@ -60,7 +60,7 @@ async def _check_task(request: TrainRequested, code: Path, answer: Path, sample:
     given = {"folder": str(code), "task": request.task, "params": request.params, "sample": encoded}
     path = os.pathsep.join(filter(None, (str(PYTHON_ROOT), os.environ.get("PYTHONPATH"))))
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trainbus.task_check", str(answer)),
+        *(sys.executable, "-m", "trainbus.ranks.task_check", str(answer)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardReplyLine, ShardRequestLine, json_line
-from trainbus.agent_request import PATIENCE_S, POLL_S, request_until_answered
+from trainbus.agent_link.requests import PATIENCE_S, POLL_S, request_until_answered
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.read_plan import ShardNeed
 from trainbus.data.reader import DatasetError

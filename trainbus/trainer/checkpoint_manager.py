@@ -23,7 +23,7 @@ from contracts.events.checkpoint import Exactness
 from contracts.ranks import CheckpointLine
 from contracts.spec.training import Training
 from contracts.tensor_files import TENSOR_KINDS, TensorKind, tensors_file
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 from trainbus.trainer.checkpoint import CheckpointError, CheckpointSchedule, FailureHistory, Progress
 from trainbus.trainer.checkpoint.files import state_digest, state_json
 from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all

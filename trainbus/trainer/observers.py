@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 from trainbus.data.sampler import Sampler
 from trainbus.trainer.step_agreement import StepSummary
 from trainbus.trainer.step_data import StepData

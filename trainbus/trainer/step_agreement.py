@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainbus.agent_link import Control
+from trainbus.agent_link.channels import Control
 from trainbus.data.loader import Prefetcher
 from trainbus.trainer.drift import find_drifted
 from trainbus.trainer.world import World

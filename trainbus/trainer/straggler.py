@@ -15,7 +15,7 @@ from torch import nn
 
 from contracts.ranks import StragglerLine
 from contracts.spec.training import Watch
-from trainbus.agent_link import Journal
+from trainbus.agent_link.channels import Journal
 from trainbus.trainer.observers import CompletedStep, StepObserver
 from trainbus.trainer.step_agreement import StepSummary
 from trainbus.trainer.step_data import StepData

@@ -17,13 +17,13 @@ from torch import Tensor
 from contracts.events.checkpoint import Exactness
 from contracts.ranks import StartedLine
 from contracts.spec.training import Training, Watch
-from trainbus.agent_link import Control, Journal
+from trainbus.agent_link.channels import Control, Journal
 from trainbus.data.loader import Prefetcher, to_device
 from trainbus.task import Task
-from trainbus.task_artifacts import collect_artifacts
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
+from trainbus.trainer.checkpoint.task_artifacts import collect_artifacts
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.drift import CHECK_EVERY_STEPS, RanksDrifted, checksum

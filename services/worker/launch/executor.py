@@ -123,7 +123,7 @@ class ProcessExecutor:
     def __init__(
         self,
         warm_server: WarmServer | None = None,
-        rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.rank"),
+        rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.ranks.rank"),
     ) -> None:
         self._warm_server, self._rank_command = warm_server, tuple(rank_command)
         self._children: list[subprocess.Popen[bytes]] = []

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainbus.step_hold import wait_at
+from trainbus.ranks.step_hold import wait_at
 
 
 class HeldDigits(Digits):

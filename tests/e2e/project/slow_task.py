@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainbus import Task
-from trainbus.step_hold import wait_at
+from trainbus.ranks.step_hold import wait_at
 
 
 class Slow(Task):

@@ -51,7 +51,7 @@ from trainbus.embedded.launch import (
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 from trainbus.operate.connection import connect
 from trainbus.operate.stack_settings import read_settings
-from trainbus.step_hold import StepHold
+from trainbus.ranks.step_hold import StepHold
 
 #: Seconds without an event after which the demo fails; a loaded machine is slow, but not silent.
 SILENCE_S = 90.0

@@ -23,7 +23,7 @@ import os
 
 from task import Digits
 
-from trainbus.step_hold import wait_at
+from trainbus.ranks.step_hold import wait_at
 
 
 class HeldDigits(Digits):

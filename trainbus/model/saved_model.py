@@ -11,8 +11,8 @@ from torch import nn
 
 from contracts.datasets import FieldStatistics
 from trainbus.task import Task, TaskError, load_task
-from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint.files import CheckpointError
+from trainbus.trainer.checkpoint.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint.tensor_file import open_tensor_file
 from trainbus.trainer.checkpoint.weights import load_weights, match_weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from contracts.ranks import Launch, RangeReplyLine, RangeRequestLine
-from trainbus.agent_request import PATIENCE_S, request_until_answered
+from trainbus.agent_link.requests import PATIENCE_S, request_until_answered
 from trainbus.trainer.checkpoint.files import CheckpointError
 from trainbus.trainer.checkpoint.tensor_file import RequireRange
 

@@ -31,8 +31,8 @@ from contracts.ranks import (
     UrgentLine,
     json_line,
 )
-from trainbus.process_exit import hard_exit
-from trainbus.ring import RingWriter
+from trainbus.agent_link.process_exit import hard_exit
+from trainbus.agent_link.ring import RingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,14 +27,14 @@ from contracts.predictions import (
     PredictionsWriter,
 )
 from contracts.ranks import Launch
-from trainbus.checkpoint_ranges import find_ranges
 from trainbus.data.dataset import Dataset
 from trainbus.data.reader import DatasetError
-from trainbus.kind_metrics import compute_kind_metrics, score_rows
-from trainbus.prediction_columns import make_columns
+from trainbus.evaluation.kind_metrics import compute_kind_metrics, score_rows
+from trainbus.evaluation.prediction_columns import make_columns
 from trainbus.task import Task, TaskError
-from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer import checkpoint
+from trainbus.trainer.checkpoint.ranges import find_ranges
+from trainbus.trainer.checkpoint.task_artifacts import load_artifacts
 from trainbus.trainer.deferred_model import build_deferred
 from trainbus.trainer.validation import MeasuredChunk, measure_split
 from trainbus.trainer.world import World

@@ -1,4 +1,4 @@
-"""The check of a Task before it is submitted: ``python -m trainbus.task_check ANSWER``, in a process of its own.
+"""The check of a Task before it is submitted: ``python -m trainbus.ranks.task_check ANSWER``, in a process of its own.
 
 It reads what to check from its input, imports the Task, binds its params and decodes one sample, and writes into the
 file ANSWER what is wrong. Output of the user's code goes where output goes.

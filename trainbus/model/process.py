@@ -35,7 +35,7 @@ from contracts.model_process import (
     encode_frame,
     pack_bytes,
 )
-from trainbus.saved_model import load_model_and_task
+from trainbus.model.saved_model import load_model_and_task
 from trainbus.task import CLASS_FIELD, ROW_FIELD, Task, TaskError, describe
 
 #: Bytes that are read from the socket at a time.

@@ -1,4 +1,4 @@
-"""A process with torch imported that forks ranks and model processes: ``python -m trainbus.warm --socket PATH``.
+"""A process with torch imported that forks ranks and model processes: ``python -m trainbus.ranks.warm --socket PATH``.
 
 Importing torch takes seconds, forking takes milliseconds. This process imports everything a rank needs, and
 has no threads, no process group and no CUDA, so a fork of it is as good as a fresh start. It serves any
@@ -36,14 +36,15 @@ import torch.profiler  # noqa: E402
 
 from contracts.model_process import MODEL_PROCESS_MODULE  # noqa: E402
 from contracts.ranks import PACKAGES_DIR_VARIABLE  # noqa: E402
-from trainbus import process_exit, rank  # noqa: E402
+from trainbus.agent_link import process_exit  # noqa: E402
+from trainbus.ranks import rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
 #: Goes on while the machine is suspended.
 BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 #: The modules whose ``main`` a fork may run.
-RANK_MODULE = "trainbus.rank"
+RANK_MODULE = "trainbus.ranks.rank"
 FORKED_MODULES = (RANK_MODULE, MODEL_PROCESS_MODULE)
 WARMED = (safetensors.torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.profiler)
 
@@ -205,7 +206,7 @@ class WarmServer:
             try:
                 process_exit.write_exit_file(exit_file, code)
             except OSError as error:  # the run's folder may be gone already
-                print(f"trainbus.warm: {exit_file}: {error}", file=sys.stderr, flush=True)
+                print(f"trainbus.ranks.warm: {exit_file}: {error}", file=sys.stderr, flush=True)
             for connection in list(self._connections):
                 self._send(connection, {"op": "exited", "pid": pid, "code": code})
 

@@ -1,4 +1,4 @@
-"""One rank of a run: ``python -m trainbus.rank``, or the same forked from a warm process.
+"""One rank of a run: ``python -m trainbus.ranks.rank``, or the same forked from a warm process.
 
 Reads TRAINBUS_LAUNCH, imports the task, trains or evaluates, reports through its journal, and exits with
 0 (done), 75 (stopped as asked) or 1 (failed; the ``ended`` line and the log say why).
@@ -27,19 +27,19 @@ from contracts.ranks import (
     StartedLine,
     is_about_lost_peer,
 )
-from trainbus.agent_link import AgentLink, Control, Journal
-from trainbus.checkpoint_ranges import find_ranges
+from trainbus.agent_link.channels import AgentLink, Control, Journal
+from trainbus.agent_link.process_exit import hard_exit
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch
 from trainbus.data.reader import DatasetError
 from trainbus.data.shard_prefetch import ShardPrefetcher
 from trainbus.data.workers import WorkerPool
-from trainbus.process_exit import hard_exit
-from trainbus.rank_output import drop_output_on_full_disk
+from trainbus.ranks.output import drop_output_on_full_disk
 from trainbus.task import Task, TaskError, describe, load_task
-from trainbus.task_artifacts import load_artifacts
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
+from trainbus.trainer.checkpoint.ranges import find_ranges
+from trainbus.trainer.checkpoint.task_artifacts import load_artifacts
 from trainbus.trainer.divergence import TrainingDiverged
 from trainbus.trainer.drift import RanksDrifted
 from trainbus.trainer.optimizer_state import StateMismatch
@@ -70,7 +70,7 @@ def run(env: Mapping[str, str]) -> int:
     """Run the rank that ``env`` describes to its end; return the exit code."""
     path = env.get(LAUNCH_VARIABLE)
     if not path:
-        print(f"trainbus.rank is started by a node's agent, which sets {LAUNCH_VARIABLE}", file=sys.stderr)
+        print(f"trainbus.ranks.rank is started by a node's agent, which sets {LAUNCH_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED
     launch = Launch.model_validate_json(Path(path).read_bytes())
     workers = _workers(launch)  # before there are threads, and before CUDA
@@ -124,7 +124,7 @@ def _run_task(
     world.init_process_group(env, always, lambda *found: journal.append(_rendezvous_line(*found)))
 
     if spec.kind == "evaluate":
-        from trainbus.evaluate import evaluate  # pyarrow, which a training does not need
+        from trainbus.evaluation.evaluate import evaluate  # pyarrow, which a training does not need
 
         seed_all(0, "evaluate", world.rank)
         journal.append(

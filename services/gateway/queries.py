@@ -182,9 +182,10 @@ async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str,
 
 async def run_detail(store: Store, row: Row, timeline: int = MAX_TIMELINE) -> views.RunDetail:
     """Everything about a run, with its newest ``timeline`` facts."""
-    # Without a timeline, too, the newest fact tells how new the answer is.
-    query = sa.select(EVENTS).where(EVENTS.c.run_id == row["run_id"]).order_by(EVENTS.c.sequence.desc())
-    facts = await store.fetch(query.limit(max(timeline, 1)))
+    newest = sa.select(EVENTS).where(EVENTS.c.run_id == row["run_id"]).order_by(EVENTS.c.sequence.desc())
+    facts = await store.fetch(newest.limit(timeline)) if timeline else []
+    # Facts of its dataset and its model name it, too.
+    last_own = await store.fetch(newest.where(begins_with(EVENTS.c.subject, "run.")).limit(1))
     found = await checkpoints(store, row["run_id"], are_present=True)
     last = (row["checkpoint"] or {}).get("uri")
     fields = {
@@ -192,8 +193,8 @@ async def run_detail(store: Store, row: Row, timeline: int = MAX_TIMELINE) -> vi
         "best_checkpoint": find_best_checkpoint(row, found),
         "state_digest": next((each.state_digest for each in found if each.uri == last), None),
         "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,
-        "sequence": facts[0]["sequence"] if facts else 0,
-        "timeline": [views.timeline_fields(fact) for fact in facts[:timeline][::-1]],
+        "sequence": last_own[0]["sequence"] if last_own else 0,
+        "timeline": [views.timeline_fields(fact) for fact in reversed(facts)],
     }
     return views.RunDetail.model_validate(fields)
 

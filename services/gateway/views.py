@@ -308,7 +308,7 @@ class RunDetail(RunSummary):
     steps_per_s: float | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
-    #: Place in the log of the newest fact about it.
+    #: Place in the log of the newest fact on its own subjects.
     sequence: int = 0
     #: Its newest facts.
     timeline: list[TimelineEntry]

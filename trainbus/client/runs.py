@@ -24,8 +24,9 @@ from trainbus.client.views import RunView
 NEWEST_OUTPUT = 200
 #: Facts before which ranks have printed what they had to.
 ENDS: tuple[type[run.RunFact], ...] = (run.RunExited, run.RunReleased, *run.TERMINAL)
-#: Empty batches, a quarter of a second each, after which a fact that the read model lacks is not waited for.
-MAX_RETRIES = 40
+#: Empty batches, a quarter of a second each, after which no fact is waited for that the read model lacks, or that this
+#: version of the client cannot read.
+PATIENCE = 40
 #: Batches without an event, a quarter of a second each, after which the end of a run is looked up.
 IDLE_BATCHES = 2
 
@@ -93,22 +94,28 @@ class FollowedRun:
         self._connection = connection
         #: Place in the log of the last fact that has come.
         self._last = 0
-        self._retries = 0
+        self._patience = 0
 
     async def update(self, batch: Iterable[StoredEvent]) -> None:
         """Bring the view up to a batch; after an empty one, up to what the read model did not have before."""
         fresh = [each.sequence for each in batch if isinstance(each.event, run.RunFact)]
         self._last = max([self._last, *fresh])
-        self._retries = MAX_RETRIES if fresh else self._retries - 1
-        if self.view.sequence < self._last and self._retries > 0:
+        self._patience = PATIENCE if fresh else self._patience - 1
+        if self.view.sequence < self._last and self._patience > 0:
             self.view = await read_run(self._connection, self.view.run_id, timeline=0)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all facts that are in the view have come."""
+        return self._last >= self.view.sequence or self._patience <= 0
+
+    @property
     def is_settled(self) -> bool:
-        """Whether the run has ended and, where one is due, its verdict is out."""
+        """Whether the run has ended and, where one is due, its verdict is out; and the facts that say so have come."""
         view = self.view
         evaluated = view.spec is not None and view.spec.evaluation is not None
-        return view.ended and (view.state != "completed" or not evaluated or bool(view.verdict))
+        has_result = view.state != "completed" or not evaluated or bool(view.verdict)
+        return view.ended and has_result and self.is_complete
 
 
 async def read_end(connection: Connection, run_id: str) -> Any | None:

@@ -81,7 +81,7 @@ class RunView:
     timeline: list[TimelineEntry] = field(default_factory=list)
     #: Whether it had facts before those of the timeline.
     is_timeline_cut: bool = False
-    #: Place in the log of the last fact about it; 0 in a list.
+    #: Place in the log of the last fact on its subjects that is in this view; 0 in a list.
     sequence: int = 0
     spec: RunSpec | None = None
 

@@ -127,11 +127,6 @@ class ReproductionScreen:
         elif not self._quiet and (text := _line_of(compared) if compared else describe_milestone(message.event)):
             render.print_moment(message.time, text)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the comparison is complete, or the run has ended."""
-        return self.comparison.is_decided or self.view.state in TERMINAL_STATES
-
     def _table(self) -> Table:
         made = render.table("step", "recorded", "reproduced", "", right=("step",))
         steps = sorted(self.planned.wanted)
@@ -168,7 +163,7 @@ async def _follow_reproduction(connection: Connection, screen: ReproductionScree
                 screen.update(message)
                 if screen.comparison.is_decided:
                     return
-            if screen.is_over:
+            if screen.view.ended and followed.is_complete:
                 return
 
 

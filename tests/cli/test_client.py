@@ -15,7 +15,7 @@ import pytest_asyncio
 import trainbus
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.model import ModelPromoted, ModelStaged
+from contracts.events.model import ModelConfigured, ModelPromoted, ModelStaged
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
     CheckpointRef,
@@ -38,7 +38,7 @@ from trainbus import AsyncClient, Client, TrainbusError
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import find_checkpoint, pin_checkpoint
 from trainbus.client.errors import NotFoundError, RunFailedError, StackUnreachableError, UsageError
-from trainbus.client.models import find_model
+from trainbus.client.models import find_model, list_models
 from trainbus.client.submission import locate_task
 from trainbus.task import Task
 
@@ -136,6 +136,15 @@ async def test_a_version_of_a_model_is_found_by_its_number_and_by_an_alias(clien
         await find_model(client.connection, "n")
     with pytest.raises(UsageError, match="'a/b' is no name of a model"):
         await find_model(client.connection, "a/b")
+
+
+async def test_gates_that_break_a_rule_of_today_are_shown(client: AsyncClient, bus: Bus) -> None:
+    gates = {"confidence": 7.0, "bounds": {"": {"max": 0.3}}, "slices": {"class": {}}}
+    fact = ModelConfigured.model_validate({"model": "m", "version": 1, "gates": gates})
+    await bus.publish(fact)
+    for record in (await find_model(client.connection, "m"), *await list_models(client.connection)):
+        assert record.gates == fact.gates
+        assert record.to_plain()["gates"]["confidence"] == 7.0
 
 
 async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:

@@ -11,15 +11,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from contracts.base import TOKEN_PATTERN
+from contracts.lenient import Lenient
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.run_list import read_metrics, read_time
 
+#: Gates as facts have them: they may break rules that are younger than they are.
+RECORDED_GATES: TypeAdapter[ModelGates] = TypeAdapter(Lenient[ModelGates])
 #: Models that are asked for at a time.
 PAGE = 500
 
@@ -135,7 +138,7 @@ def _read_model(found: Mapping[str, Any]) -> ModelRecord:
     return ModelRecord(
         found["model"],
         [_read_version(each) for each in versions],
-        ModelGates.model_validate(found["gates"]),
+        RECORDED_GATES.validate_python(found["gates"]),
         found["configuration"],
         found["aliases"],
         [PendingPromotion(each["run_id"], each["awaits"], each["reason"] or "") for each in found["pending"]],

@@ -29,14 +29,14 @@ from rich.progress import Progress
 
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
+from examples.demo import lake as demo_lake
+from examples.demo import main as demo
+from examples.demo.project import EXAMPLE
 from loadtest.common import report
 from services.kit.bus import Bus
 from trainbus.client.address import find_address
 from trainbus.client.package import pack_project
 from trainbus.client.submission import upload_package
-from trainbus.commands.demo import lake as demo_lake
-from trainbus.commands.demo import main as demo
-from trainbus.commands.demo.project import EXAMPLE
 from trainbus.embedded.launch import StackProcess
 from trainbus.embedded.layout import StackOptions
 from trainbus.operate.stack_settings import read_settings

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from pathlib import Path
 
 from trainbus.client.address import find_address
-from trainbus.commands.demo.lake import draw_scans, fill_lake
 from trainbus.operate.stack_settings import read_settings
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.demo.lake import draw_scans, fill_lake
 
 
 async def fill(data_dir: Path | None = None) -> str:

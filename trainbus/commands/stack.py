@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+import trainbus
 from trainbus.client.address import find_data_dir, find_running_data_dir
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
@@ -274,9 +276,12 @@ def demo(
     ] = False,
 ) -> None:
     """Train on real handwritten digits, end to end: preempt, shrink, grow, evaluate, promote."""
-    from trainbus.commands.demo.main import run_demo, run_demo_on_running_stack
-
-    raise typer.Exit(run_demo_on_running_stack(data_dir) if running else run_demo(data_dir, keep=keep))
+    checkout = Path(trainbus.__file__).parents[1]
+    if not (checkout / "examples" / "demo").is_dir():
+        raise TrainbusError(f"the demo is an example, and there is none in {checkout}: run it from a checkout")
+    sys.path.insert(0, str(checkout))
+    main = importlib.import_module("examples.demo.main")
+    raise typer.Exit(main.run_demo_on_running_stack(data_dir) if running else main.run_demo(data_dir, keep=keep))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -6,11 +6,10 @@ import json
 import tempfile
 from pathlib import Path
 
-import trainbus
 from trainbus.client.package import CodePackage, pack_project
 
 #: The example's folder in a checkout.
-EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
+EXAMPLE = Path(__file__).parents[1] / "digits"
 
 #: Waits at steps that the demo names, so that what is shown of a run depends on no machine's speed.
 HELD_TASK = "held_task:HeldDigits"

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from contracts.events.train import PromoteRequested, RollbackRequested
+from examples.demo.screen import Board, Screen
 from trainbus.client.connection import Connection
-from trainbus.commands.demo.screen import Board, Screen
 
 MODEL = "digits"
 #: What a picture's greys are drawn with, from dark to light.

@@ -1,0 +1,1 @@
+"""The demo: two competing trainings end to end, shown live and checked at the end."""

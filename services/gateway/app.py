@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import structlog
 
@@ -13,7 +14,7 @@ from services.gateway.files import RunFiles
 from services.gateway.gauges import watch_nats_store, watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Store
+from services.gateway.store import ForeignSchema, Store
 from services.kit.http_server import serve_http
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -69,7 +70,9 @@ async def _prune(store: Store) -> None:
     """Drop points that the stream no longer holds either, so that the read model stays bounded."""
     keep_s = topology.PROGRESS.max_age_s or float("inf")
     while True:
-        deleted = await store.prune_points(time.time() - keep_s)
+        deleted = 0
+        with suppress(ForeignSchema):
+            deleted = await store.prune_points(time.time() - keep_s)
         if deleted:
             log.info("points pruned", deleted=deleted)
         await asyncio.sleep(PRUNE_EVERY_S)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
@@ -25,6 +25,7 @@ from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
 from services.gateway.files import Range, RunFiles, guard, respond, tag
 from services.gateway.long_answer import Advance, LongAnswers
+from services.gateway.parameters import Limit
 from services.gateway.projection import Projection
 from services.gateway.settings import GatewaySettings
 from services.gateway.sources import compare_sources
@@ -39,7 +40,9 @@ REMEDY = "`trainbus datasets verify --repair` makes it again"
 READ_TIMEOUT_S = 20.0
 
 M = TypeVar("M", bound=BaseModel)
-Reference = Annotated[str, PathParameter(description="the id of a dataset, or its beginning")]
+Reference = Annotated[
+    str, PathParameter(description="the id of a dataset, its beginning, an ingestion's, a run's, or a run's name")
+]
 
 
 def dataset_routes(
@@ -77,6 +80,12 @@ def dataset_routes(
             return found, content, found.read(content)
         except ValueError as error:
             raise HTTPException(502, f"{found.manifest_uri} {error}: {REMEDY}") from error
+
+    @router.get("/datasets/{dataset}", response_model=views.DatasetDetail)
+    async def get_dataset(dataset: Reference) -> views.DatasetDetail:
+        """A dataset, the ingestions that it was made from, the runs that used it, and the models that they became."""
+        found = await find(dataset)
+        return await queries.dataset_detail(projection.store, found.dataset_id, found.manifest_uri, found.row)
 
     @router.get("/datasets/{dataset}/manifest", response_class=Response)
     async def get_dataset_manifest(dataset: Reference) -> Response:
@@ -184,6 +193,20 @@ def dataset_routes(
             return views.RepairedDataset(deleted=damaged, ingestion_id=ingestion_id)
 
         return answers.respond(delete, "verify")
+
+    @router.get("/ingestions", response_model=views.Ingestions)
+    async def get_ingestions(
+        without_dataset: Annotated[
+            bool, Query(description="only those that have failed, or whose dataset is not made yet")
+        ] = False,
+        limit: Limit = 100,
+        cursor: str | None = None,
+    ) -> views.Ingestions:
+        """Ingestions and what they found, newest first."""
+        await projection.catch_up()
+        return await queries.list_ingestions(
+            projection.store, without_dataset=without_dataset, limit=limit, cursor=cursor
+        )
 
     @router.get("/ingestions/{ingestion}", response_model=views.IngestionView)
     async def get_ingestion(

@@ -24,7 +24,7 @@ from services.gateway import metrics
 from services.gateway import store as tables
 from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
-from services.gateway.store import EVENTS, ProjectionMoved, Store, is_about_values
+from services.gateway.store import EVENTS, ForeignSchema, ProjectionMoved, Store, is_about_values
 from services.kit.bus import Bus, Message
 
 log = structlog.get_logger(__name__)
@@ -35,6 +35,8 @@ STREAMS = (REQUESTS, FACTS, PROGRESS)
 REFOLD_BATCH = 2000
 #: How often a projection that has caught up checks whether another instance has rewound it.
 REWIND_CHECK_S = 1.0
+#: Seconds between two looks whether the read model is this gateway's again.
+SUPERSEDED_S = 5.0
 #: How long an answer may wait for the read model to hold what its client has published before.
 CATCH_UP_S = 2.0
 #: How long an event may take into the read model before it is asked whether it can be decoded at all.
@@ -50,6 +52,8 @@ class Projection:
         self.bus, self.store = bus, store
         #: Streams whose end has been reached at least once: before that, answers are history.
         self.caught_up: set[str] = set()
+        #: Whether a later gateway keeps the read model.
+        self._is_superseded = False
         self._advanced = asyncio.Condition()
         #: The look at the ends of the streams that is being taken, and the one that waits for its end.
         self._look: asyncio.Task[bool] | None = None
@@ -59,7 +63,7 @@ class Projection:
 
     @property
     def ready(self) -> bool:
-        return self.caught_up >= set(STREAMS)
+        return not self._is_superseded and self.caught_up >= set(STREAMS)
 
     async def adopt(self) -> None:
         """Make the store fit the streams that are there now."""
@@ -79,6 +83,20 @@ class Projection:
                 # Another gateway, or a rebuild, writes to the same database: share the work.
                 log.info("projection moved by another", stream=stream, reason=str(moved))
                 await self.adopt()
+            except ForeignSchema as error:
+                # A later gateway has taken over. What is read here still holds, until this one is stopped.
+                if not self._is_superseded:
+                    log.error("the read model is no longer kept by this gateway", reason=str(error))
+                self._is_superseded = True
+                await self._wait_for_own_tables()
+                self._is_superseded = False
+                await self.adopt()
+
+    async def _wait_for_own_tables(self) -> None:
+        while True:
+            if await self.store.has_own_tables():
+                return
+            await asyncio.sleep(SUPERSEDED_S)
 
     async def _run(self, stream: str, until_caught_up: bool) -> None:
         position = await self.store.position(stream)

@@ -16,13 +16,14 @@ from contracts.spec.run import RunSpec
 from contracts.state.node import GONE_STATES, drain_in_force
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
-from services.gateway.core.rows import Checkpoint, Dataset, Node, Run
+from services.gateway.core.rows import Checkpoint, Ingestion, Node, Run
 from services.gateway.pages import Order
 from services.gateway.store import (
     CHECKPOINTS,
     COUNTED_COLUMNS,
     DATASETS,
     EVENTS,
+    INGESTIONS,
     MODELS,
     NODES,
     POINTS,
@@ -42,6 +43,8 @@ Row = Mapping[Any, Any]
 MAX_COUNTED_VALUES = 100
 #: Nodes named where a node is not known.
 MAX_NAMED_NODES = 20
+#: Ingestions and runs of a dataset that are listed with it.
+MAX_OF_DATASET = 1000
 #: Newest facts of a run that its timeline has unless more are asked for.
 MAX_TIMELINE = 1000
 #: Newest points of a curve that a run's speed is measured by.
@@ -49,6 +52,7 @@ MAX_PACE_POINTS = 600
 #: The orders of the lists.
 NEWEST_RUNS = Order((RUNS.c.requested_at, RUNS.c.run_id), frozenset({"requested_at", "run_id"}))
 NEWEST_DATASETS = Order((DATASETS.c.created_at, DATASETS.c.dataset_id), frozenset({"created_at", "dataset_id"}))
+NEWEST_INGESTIONS = Order((INGESTIONS.c.at, INGESTIONS.c.ingestion_id), frozenset({"at", "ingestion_id"}))
 NEWEST_STUDIES = Order((STUDIES.c.requested_at, STUDIES.c.study_id), frozenset({"requested_at", "study_id"}))
 BY_NODE = Order((NODES.c.node_id,))
 BY_VERSION = Order((MODELS.c.name, MODELS.c.version), frozenset({"version"}))
@@ -336,7 +340,59 @@ async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> view
     """The newest datasets first."""
     query = sa.select(DATASETS).where(*NEWEST_DATASETS.conditions(cursor)).order_by(*NEWEST_DATASETS.clauses())
     rows, next_cursor = NEWEST_DATASETS.cut(await store.fetch(query.limit(limit + 1)), limit)
-    return views.Datasets(datasets=[Dataset(**row) for row in rows], next_cursor=next_cursor)
+    return views.Datasets(datasets=await _add_run_counts(store, rows), next_cursor=next_cursor)
+
+
+async def _add_run_counts(store: Store, rows: Sequence[Row]) -> list[views.Dataset]:
+    ids = [row["dataset_id"] for row in rows]
+    query = sa.select(RUN_COUNTS.c.value, RUN_COUNTS.c.runs)
+    query = query.where(RUN_COUNTS.c.column == "dataset_id", RUN_COUNTS.c.value.in_(ids))
+    counts = {row["value"]: row["runs"] for row in await store.fetch(query)}
+    return [views.Dataset(**row, run_count=counts.get(row["dataset_id"], 0)) for row in rows]
+
+
+async def list_ingestions(store: Store, *, without_dataset: bool, limit: int, cursor: str | None) -> views.Ingestions:
+    """The newest ingestions first: all, or those that have no dataset (yet)."""
+    order, conditions = NEWEST_INGESTIONS, NEWEST_INGESTIONS.conditions(cursor)
+    if without_dataset:
+        conditions.append(INGESTIONS.c.dataset_id.is_(None))
+    query = sa.select(INGESTIONS).where(*conditions).order_by(*order.clauses())
+    rows, next_cursor = order.cut(await store.fetch(query.limit(limit + 1)), limit)
+    return views.Ingestions(ingestions=[Ingestion(**row) for row in rows], next_cursor=next_cursor)
+
+
+async def dataset_detail(store: Store, dataset_id: str, manifest_uri: str, row: Row | None) -> views.DatasetDetail:
+    """A dataset with where it comes from and what was made of it."""
+    query = sa.select(INGESTIONS).where(INGESTIONS.c.dataset_id == dataset_id).order_by(INGESTIONS.c.at)
+    ingestions = [Ingestion(**each) for each in await store.fetch(query.limit(MAX_OF_DATASET))]
+    dataset = (await _add_run_counts(store, [row]))[0] if row is not None else None
+    return views.DatasetDetail(
+        dataset_id=dataset_id,
+        manifest_uri=manifest_uri,
+        dataset=dataset,
+        ingestions=ingestions,
+        runs=await _dataset_uses(store, dataset_id),
+    )
+
+
+async def _dataset_uses(store: Store, dataset_id: str) -> list[views.DatasetUse]:
+    columns = (RUNS.c.run_id, RUNS.c.name, RUNS.c.kind, RUNS.c.state, RUNS.c.spec)
+    newest = sa.select(*columns).where(RUNS.c.dataset_id == dataset_id).order_by(RUNS.c.requested_at.desc())
+    runs = (await store.fetch(newest.limit(MAX_OF_DATASET)))[::-1]
+    promoted = await store.fetch(sa.select(MODELS).where(MODELS.c.run_id.in_([run["run_id"] for run in runs])))
+    present = await _champions(store, [row["name"] for row in promoted])
+    champions: defaultdict[str, list[views.DatasetChampion]] = defaultdict(list)
+    for row in sorted(promoted, key=lambda each: each["promoted_at"]):
+        is_champion = present[row["name"]].version == row["version"]
+        champions[row["run_id"]].append(
+            views.DatasetChampion.model_validate({**row, "model": row["name"], "champion": is_champion})
+        )
+    return [
+        views.DatasetUse.model_validate(
+            {**run, "init_from": (run["spec"] or {}).get("init_from"), "champions": champions[run["run_id"]]}
+        )
+        for run in runs
+    ]
 
 
 async def list_dataset_ids(store: Store) -> list[str]:

@@ -44,7 +44,7 @@ async def rebuild(
     bus = Bus("gateway-rebuild", own)
     await bus.connect(reconcile_topology=True)
     try:
-        async with Store(own.database_url) as store:
+        async with Store(own.database_url, replaces_later=True) as store:
             projection = Projection(bus, store)
             await projection.adopt()
             first = await _first(store, from_sequence, from_time)

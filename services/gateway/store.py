@@ -1,7 +1,6 @@
 """The read model in SQL: tables made from the core's rows, and transactions that keep it exact.
 
-The read model needs no migrations. Its schema carries a version; another one on disk means that all
-tables are dropped and built again from the stream.
+Its schema is made and changed by the revisions in ``migrations``. A gateway leaves the tables of a later one alone.
 """
 
 from __future__ import annotations
@@ -26,12 +25,22 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from services.gateway.core.fold import Keys, Rows
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, RegisteredModel, Run, Study
+from services.gateway.core.rows import (
+    Checkpoint,
+    Dataset,
+    Ingestion,
+    Model,
+    Node,
+    Point,
+    Progress,
+    RegisteredModel,
+    Run,
+    Study,
+)
+from services.gateway.migrations import HEAD, VERSION_TABLE, is_known, read_revision, upgrade
 
 log = structlog.get_logger(__name__)
 
-#: Raise it whenever a table or the meaning of a column changes.
-SCHEMA_VERSION = 11
 METADATA = sa.MetaData()
 CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
@@ -40,7 +49,7 @@ CHUNK = 500
 R = TypeVar("R")
 
 
-class _Text(sa.TypeDecorator[str]):
+class Text(sa.TypeDecorator[str]):
     """Text that PostgreSQL can hold too: it has no NUL. It is ordered by its bytes, in every database and locale."""
 
     impl = sa.Text
@@ -92,7 +101,7 @@ def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tu
 def _type(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    simple = {str: _Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
+    simple = {str: Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
     # A missing document is SQL's NULL, not the JSON text "null".
     return (simple.get(hint, sa.JSON(none_as_null=True)),)
 
@@ -106,16 +115,18 @@ RUNS = _table(
         ("name", "requested_at", "run_id"),
         ("evaluates", "requested_at"),
         ("verdict",),
+        ("dataset_id", "requested_at"),
         *((column, "requested_at", "run_id") for column in ("state", "user", "team", "model")),
     ],
 )
 #: How many runs have each value of a column: kept, since counting a million of them takes seconds.
 COUNTED_COLUMNS = ("state", "kind", "user", "team", "model")
+KEPT_COUNTS = (*COUNTED_COLUMNS, "dataset_id")
 RUN_COUNTS = sa.Table(
     "run_counts",
     METADATA,
-    sa.Column("column", _Text, primary_key=True),
-    sa.Column("value", _Text, primary_key=True),
+    sa.Column("column", Text, primary_key=True),
+    sa.Column("value", Text, primary_key=True),
     sa.Column("runs", sa.BigInteger, nullable=False),
     sa.Index("ix_run_counts_column_runs", "column", "runs"),
 )
@@ -123,8 +134,11 @@ PROGRESS = _table("progress", Progress, ("run_id",))
 CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
 NODES = _table("nodes", Node, ("node_id",))
 STUDIES = _table("studies", Study, ("study_id",), [("requested_at", "study_id")])
-DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id")])
-MODELS = _table("models", Model, ("name", "version"))
+DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id"), ("fingerprint",)])
+INGESTIONS = _table(
+    "ingestions", Ingestion, ("ingestion_id",), [("dataset_id", "at", "ingestion_id"), ("fingerprint", "dataset_id")]
+)
+MODELS = _table("models", Model, ("name", "version"), [("run_id",)])
 REGISTERED = _table("registered_models", RegisteredModel, ("name",))
 POINTS = _table("points", Point, ("run_id", "kind", "name", "node_id", "step"), [("time",)])
 EVENTS = sa.Table(
@@ -132,17 +146,21 @@ EVENTS = sa.Table(
     METADATA,
     sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("time", sa.Double, nullable=False),
-    sa.Column("subject", _Text, nullable=False),
-    sa.Column("type", _Text, nullable=False),
-    sa.Column("event_id", _Text, nullable=False),
-    sa.Column("causation_id", _Text, nullable=False),
-    sa.Column("correlation_id", _Text, nullable=False),
-    sa.Column("run_id", _Text),
-    sa.Column("summary", _Text, nullable=False),
+    sa.Column("subject", Text, nullable=False),
+    sa.Column("type", Text, nullable=False),
+    sa.Column("event_id", Text, nullable=False),
+    sa.Column("causation_id", Text, nullable=False),
+    sa.Column("correlation_id", Text, nullable=False),
+    sa.Column("run_id", Text),
+    sa.Column("summary", Text, nullable=False),
     sa.Column("data", sa.JSON, nullable=False),
     sa.Index("ix_events_run_id_sequence", "run_id", "sequence"),
     sa.Index("ix_events_time", "time"),
 )
+#: What the events add up to.
+ROWS = (
+    RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, STUDIES, DATASETS, INGESTIONS, MODELS, REGISTERED, POINTS
+)  # fmt: skip
 PROJECTIONS = sa.Table(
     "projections",
     METADATA,
@@ -154,7 +172,9 @@ PROJECTIONS = sa.Table(
     sa.Column("commits", sa.BigInteger, nullable=False),
     sa.Column("updated_at", sa.Double, nullable=False),
 )
-SCHEMA = sa.Table("read_model_schema", METADATA, sa.Column("version", sa.Integer, primary_key=True))
+REVISION = sa.table(VERSION_TABLE, sa.column("version_num"))
+#: What gateways that start on one database take turns by.
+SCHEMA_LOCK = 0x7261_696E
 #: Every writer updates this projection's row first, so that writers of all streams take turns.
 LOCK_STREAM = "FACTS"
 
@@ -163,11 +183,25 @@ class ProjectionMoved(Exception):
     """Another instance has moved the projection: read its position and continue from there."""
 
 
-class Store:
-    """One connection pool to the read model. An async context manager."""
+class ForeignSchema(Exception):
+    """The tables are of a later version of the gateway, which alone may write to them."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, revision: str | None) -> None:
+        super().__init__(
+            f"the read model is of a later gateway (its revision is {revision}, this one's {HEAD}): start that one, "
+            "give this one a database of its own (TRAINBUS_GATEWAY_DATABASE_URL), or have `python -m services.gateway "
+            "rebuild` of this version drop and build it again"
+        )
+
+
+class Store:
+    """One connection pool to the read model. An async context manager.
+
+    ``replaces_later``: tables of a later gateway are dropped. Those in SQLite always are, as it belongs to one gateway.
+    """
+
+    def __init__(self, url: str, *, replaces_later: bool = False) -> None:
+        self.url, self._replaces_later = url, replaces_later
         self.sqlite = make_url(url).get_backend_name() == "sqlite"
         self._engine: AsyncEngine | None = None
 
@@ -208,13 +242,22 @@ class Store:
 
     async def _ensure_schema(self) -> None:
         async with self.engine.begin() as connection:
-            await connection.run_sync(SCHEMA.create, checkfirst=True)
-            version = (await connection.execute(sa.select(sa.func.max(SCHEMA.c.version)))).scalar()
-            if version == SCHEMA_VERSION:
+            if not self.sqlite:
+                await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(SCHEMA_LOCK)))
+            found = await connection.run_sync(read_revision)
+            if found == HEAD:
                 return
-            await connection.run_sync(METADATA.drop_all)
-            await connection.run_sync(METADATA.create_all)
-            await connection.execute(SCHEMA.insert().values(version=SCHEMA_VERSION))
+            if found is None or not is_known(found):
+                if found is not None and not (self.sqlite or self._replaces_later):
+                    raise ForeignSchema(found)
+                await connection.run_sync(_drop_tables)
+            log.info("the read model's tables are brought up to date", revision=HEAD, before=found)
+            await connection.run_sync(upgrade)
+
+    async def has_own_tables(self) -> bool:
+        """Whether the tables are those of this version."""
+        async with self.engine.connect() as connection:
+            return await connection.run_sync(read_revision) == HEAD
 
     # -- reading ------------------------------------------------------------
 
@@ -274,12 +317,14 @@ class Store:
     async def _lock_writers(self, connection: AsyncConnection) -> None:
         # An update comes first: SQLite's write lock and PostgreSQL's row lock are held from here on,
         # so what is read below cannot change before it is written.
-        await connection.execute(
-            PROJECTIONS.update().where(PROJECTIONS.c.stream == LOCK_STREAM).values(commits=PROJECTIONS.c.commits + 1)
-        )
+        is_own = sa.exists().where(REVISION.c.version_num == HEAD)
+        lock = PROJECTIONS.update().where(PROJECTIONS.c.stream == LOCK_STREAM, is_own)
+        locked = await connection.execute(lock.values(commits=PROJECTIONS.c.commits + 1))
+        if not locked.rowcount and (found := await connection.run_sync(read_revision)) != HEAD:
+            raise ForeignSchema(found)
 
     async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
-        for table in (RUNS, RUN_COUNTS, PROGRESS, CHECKPOINTS, NODES, STUDIES, DATASETS, MODELS, REGISTERED, POINTS):
+        for table in ROWS:
             await connection.execute(table.delete())
         await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
         if keep_events_to:
@@ -293,12 +338,20 @@ class Store:
     async def load(self, connection: AsyncConnection, keys: Keys) -> Rows:
         """The existing rows that ``keys`` name."""
         registered = await _rows(connection, REGISTERED, RegisteredModel, REGISTERED.c.name, keys.registered)
+        ingestions = await _rows(connection, INGESTIONS, Ingestion, INGESTIONS.c.ingestion_id, keys.ingestions)
+        inputs = keys.inputs | {each.fingerprint for each in ingestions if each.fingerprint is not None}
+        is_open = INGESTIONS.c.dataset_id.is_(None)
+        ingestions += await _rows(connection, INGESTIONS, Ingestion, INGESTIONS.c.fingerprint, inputs, is_open)
         return Rows(
             runs={r.run_id: r for r in await _rows(connection, RUNS, Run, RUNS.c.run_id, keys.runs)},
             checkpoints={
                 c.uri: c for c in await _rows(connection, CHECKPOINTS, Checkpoint, CHECKPOINTS.c.uri, keys.checkpoints)
             },
             nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
+            datasets={
+                d.dataset_id: d for d in await _rows(connection, DATASETS, Dataset, DATASETS.c.fingerprint, inputs)
+            },
+            ingestions={i.ingestion_id: i for i in ingestions},
             registered={m.name: m for m in registered},
             studies={s.study_id: s for s in await _rows(connection, STUDIES, Study, STUDIES.c.study_id, keys.studies)},
         )
@@ -316,14 +369,15 @@ class Store:
         await self.upsert(connection, CHECKPOINTS, _changed_rows(before.checkpoints, after.checkpoints))
         await self.upsert(connection, NODES, _changed_rows(before.nodes, after.nodes))
         await self.upsert(connection, STUDIES, _changed_rows(before.studies, after.studies))
-        await self.upsert(connection, DATASETS, after.datasets.values())
+        await self.upsert(connection, DATASETS, _changed_rows(before.datasets, after.datasets))
+        await self.upsert(connection, INGESTIONS, _changed_rows(before.ingestions, after.ingestions))
         await self.upsert(connection, MODELS, after.models.values())
         await self.upsert(connection, REGISTERED, _changed_rows(before.registered, after.registered))
 
     async def _count(self, connection: AsyncConnection, before: list[Run | None], after: list[Run]) -> None:
         """Bring the counts of runs from what the rows were to what they are."""
         change: Counter[tuple[str, str | None]] = Counter()
-        for column in COUNTED_COLUMNS:
+        for column in KEPT_COUNTS:
             change.update((column, getattr(run, column)) for run in after)
             change.subtract((column, getattr(run, column)) for run in before if run is not None)
         rows = [
@@ -388,13 +442,25 @@ class Store:
         return sqlite.insert(table) if self.sqlite else postgresql.insert(table)
 
 
+def _drop_tables(connection: sa.Connection) -> None:
+    """Drop every table of the read model, of earlier versions too."""
+    METADATA.drop_all(connection)
+    for name in (VERSION_TABLE, "read_model_schema"):
+        sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+
+
 async def _rows(
-    connection: AsyncConnection, table: sa.Table, row: type[R], column: sa.Column[Any], wanted: set[str]
+    connection: AsyncConnection,
+    table: sa.Table,
+    row: type[R],
+    column: sa.Column[Any],
+    wanted: set[str],
+    *conditions: sa.ColumnElement[bool],
 ) -> list[R]:
     found: list[R] = []
     names = sorted(wanted)
     for start in range(0, len(names), CHUNK):
-        query = sa.select(table).where(column.in_(names[start : start + CHUNK]))
+        query = sa.select(table).where(column.in_(names[start : start + CHUNK]), *conditions)
         found += [row(**mapping) for mapping in (await connection.execute(query)).mappings()]
     return found
 

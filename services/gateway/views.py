@@ -475,8 +475,54 @@ class Nodes(Page):
     nodes: list[Node]
 
 
+@dataclass(frozen=True, slots=True)
+class Dataset(rows.Dataset):
+    #: Runs that have trained on it, or were evaluated with it.
+    run_count: int = 0
+
+
 class Datasets(Page):
-    datasets: list[rows.Dataset]
+    datasets: list[Dataset]
+
+
+class Ingestions(Page):
+    ingestions: list[rows.Ingestion]
+
+
+class DatasetChampion(View):
+    """A model that the result of a run was promoted to."""
+
+    model: str
+    version: int
+    promoted_at: Time
+    metrics: dict[str, float]
+    #: Whether it is the present champion.
+    champion: bool
+
+
+class DatasetUse(View):
+    """A run that trained on a dataset, or was evaluated with it."""
+
+    run_id: str
+    name: str
+    kind: str
+    state: str
+    #: The checkpoint that its weights were initialised from.
+    init_from: str | None = None
+    champions: list[DatasetChampion] = []
+
+
+class DatasetDetail(View):
+    """A dataset, the ingestions that it was made from, the runs that used it, and the models that they became."""
+
+    dataset_id: str
+    manifest_uri: str
+    #: None: the log does not have it, but the store may.
+    dataset: Dataset | None
+    #: The first ones.
+    ingestions: list[rows.Ingestion]
+    #: The newest ones, the oldest of them first.
+    runs: list[DatasetUse]
 
 
 class CheckpointVerification(View):

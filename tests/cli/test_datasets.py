@@ -11,7 +11,7 @@ import random
 import tarfile
 from collections import Counter
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from contracts.events.dataset import (
     ShardFile,
 )
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
+from contracts.events.run import RunAccepted, RunCancelled, RunPrepared
 from contracts.spec.data import DataSource, Split
 from contracts.spec.run import RunSpec
 from services.gateway.dataset_verification import verify_datasets
@@ -57,12 +57,12 @@ from services.kit.store.objects import ObjectStore
 from tests.client_address import serve_clients
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
-from trainbus.client.errors import TrainbusError
+from trainbus.client.datasets import list_datasets, list_unfinished
+from trainbus.client.errors import NotFoundError, TrainbusError
 from trainbus.client.gateway import open_gateway
 from trainbus.commands import datasets
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, UnsortedIndex, compare
-from trainbus.datasets.history import AmbiguousName, History
 
 T0 = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -341,71 +341,6 @@ def promoted(run_id: str, version: int) -> ModelPromoted:
     )
 
 
-# -- history, pure ----------------------------------------------------------------------
-
-
-def history(*facts: Fact) -> History:
-    return History((T0 + timedelta(minutes=number), fact) for number, fact in enumerate(facts))
-
-
-def test_the_same_source_asked_for_again_is_the_same_dataset() -> None:
-    made = Made("datasets", FIRST)
-    found = history(made.ingested("i1"), made.sharded("i1"), made.ingested("i2"))
-    assert [each.ingestion_id for each in found.datasets[made.dataset_id].ingestions] == ["i1", "i2"]
-    at_once = history(made.ingested("i1"), made.ingested("i2"), made.sharded("i1"))
-    assert [each.ingestion_id for each in at_once.datasets[made.dataset_id].ingestions] == ["i1", "i2"]
-
-
-def test_a_log_from_before_ingestions_were_named() -> None:
-    made = Made("datasets", FIRST)
-    found = history(made.ingested("i1"), made.sharded(None))
-    assert found.datasets[made.dataset_id].ingestions[0].ingestion_id == "i1"
-
-
-def test_one_source_in_shards_of_two_sizes_is_two_datasets() -> None:
-    made, other = Made("datasets", FIRST), Made("datasets", FIRST)
-    other.dataset_id = "f" * 64
-    larger = other.ingested("i2").model_copy(update={"data": made.data.model_copy(update={"shard_bytes": 2**20})})
-    found = history(made.ingested("i1"), larger, made.sharded("i1"), other.sharded("i2"))
-    assert [known.ingestions[0].ingestion_id for known in found.datasets.values()] == ["i1", "i2"]
-
-
-def test_who_is_champion() -> None:
-    made = Made("datasets", FIRST)
-    found = history(
-        made.ingested("r1"), made.sharded("r1"), accepted("r1", "one"), made.prepared("r1"),
-        RunCompleted(run_id="r1", generation=1), promoted("r1", 1),
-        accepted("r2", "two"), made.prepared("r2"), promoted("r2", 2),
-    )  # fmt: skip
-    runs = found.datasets[made.dataset_id].runs
-    assert [(use.name, use.state, use.champions[0].reigns) for use in runs] == [
-        ("one", "completed", False),
-        ("two", "prepared", True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "finds"),
-    [("", 2), ("i1", 1), ("one", 1), ("r1", 1), ("nothing", 0), ("i3", 0)],
-)
-def test_names_of_datasets(name: str, finds: int) -> None:
-    first, second = Made("datasets", FIRST), Made("datasets", SECOND)
-    found = history(
-        first.ingested("i1"), first.sharded("i1"), second.ingested("i2"), second.sharded("i2"),
-        accepted("r1", "one"), first.prepared("r1"), DatasetIngestFailed(ingestion_id="i3", reason="empty"),
-    )  # fmt: skip
-    if finds == 1:
-        assert found.find(name).dataset_id == first.dataset_id
-        assert found.find(first.dataset_id[:8]).dataset_id == first.dataset_id
-        return
-    with pytest.raises(AmbiguousName) as refused:
-        found.find(name)
-    assert len(refused.value.found) == finds
-
-
-# -- the commands ---------------------------------------------------------------------
-
-
 @pytest_asyncio.fixture
 async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
     """The gateway's alone: neither the bus nor the store."""
@@ -417,6 +352,81 @@ async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress
 async def client(address: StackAddress, bus: Bus) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(address=address) as connected:
         yield connected
+
+
+# -- what the gateway relates to a dataset ---------------------------------------------
+
+
+async def test_the_same_source_asked_for_again_is_the_same_dataset(client: AsyncClient, bus: Bus) -> None:
+    made, other = Made("datasets", FIRST), Made("datasets", SECOND)
+    for fact in (made.ingested("i1"), made.sharded("i1"), made.ingested("i2")):
+        await bus.publish(fact)
+    assert [each.ingestion_id for each in (await client.dataset("i2")).ingestions] == ["i1", "i2"]
+    for fact in (other.ingested("i3"), other.ingested("i4"), other.sharded("i3")):
+        await bus.publish(fact)
+    known = await client.dataset("i4")
+    assert (known.dataset_id, known.source) == (other.dataset_id, other.data.source)
+    assert [each.ingestion_id for each in known.ingestions] == ["i3", "i4"]
+
+
+async def test_a_log_from_before_ingestions_were_named(client: AsyncClient, bus: Bus) -> None:
+    made = Made("datasets", FIRST)
+    await bus.publish(made.ingested("i1"))
+    await bus.publish(made.sharded(None))
+    known = await client.dataset(made.dataset_id)
+    assert (known.ingestions[0].ingestion_id, known.source) == ("i1", made.data.source)
+
+
+async def test_one_source_in_shards_of_two_sizes_is_two_datasets(client: AsyncClient, bus: Bus) -> None:
+    made, other = Made("datasets", FIRST), Made("datasets", FIRST)
+    other.dataset_id = "f" * 64
+    larger = other.ingested("i2").model_copy(update={"data": made.data.model_copy(update={"shard_bytes": 2**20})})
+    for fact in (made.ingested("i1"), larger, made.sharded("i1"), other.sharded("i2")):
+        await bus.publish(fact)
+    found = {each: (await client.dataset(each)).dataset_id for each in ("i1", "i2")}
+    assert found == {"i1": made.dataset_id, "i2": other.dataset_id}
+
+
+async def test_who_is_champion(client: AsyncClient, bus: Bus) -> None:
+    made = Made("datasets", FIRST)
+    ended = [RunCancelled(run_id="r1", reason="enough")]
+    facts: list[Fact] = [made.ingested("r1"), made.sharded("r1"), accepted("r1", "one"), made.prepared("r1"), *ended]
+    for fact in (*facts, promoted("r1", 1), accepted("r2", "two"), made.prepared("r2"), promoted("r2", 2)):
+        await bus.publish(fact)
+    known = await client.dataset(made.dataset_id)
+    assert [(use.name, use.state, use.champions[0].reigns) for use in known.runs] == [
+        ("one", "cancelled", False),
+        ("two", "accepted", True),
+    ]
+    assert known.run_count == 2
+    assert [use.init_from for use in known.runs] == ["s3://models/base.json"] * 2
+
+
+async def test_names_of_datasets(client: AsyncClient, bus: Bus) -> None:
+    first, second = Made("datasets", FIRST), Made("datasets", SECOND)
+    for fact in (
+        first.ingested("i1"), first.sharded("i1"), second.ingested("i2"), second.sharded("i2"),
+        accepted("r1", "one"), first.prepared("r1"), accepted("r2", "two"), first.ingested("j1"),
+        DatasetIngestFailed(ingestion_id="i3", reason="empty"),
+    ):  # fmt: skip
+        await bus.publish(fact)
+    for name in ("i1", "j", "one", "r1", first.dataset_id[:8]):
+        assert (await client.dataset(name)).dataset_id == first.dataset_id, name
+    problems = {
+        "i3": "ingestion i3 has no dataset: empty",
+        "two": "run r2 has no dataset",
+        "nothing": "there is no dataset 'nothing'",
+    }
+    for name, problem in problems.items():
+        with pytest.raises(NotFoundError, match=problem):
+            await client.dataset(name)
+    assert [known.dataset_id for known in await list_datasets(client.connection)] == sorted(
+        [first.dataset_id, second.dataset_id]
+    )
+    assert [each.ingestion_id for each in await list_unfinished(client.connection)] == ["i3"]
+
+
+# -- the commands ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -445,8 +455,9 @@ async def _ls(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.Captur
     await datasets.ls(client, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [each["state"] for each in found] == ["sharded", "sharded", "failed"]
-    assert found[0]["quarantined"] == {"truncated": 2}
-    assert (found[0]["runs"], found[1]["runs"]) == (["r1"], [])
+    first, second = (next(each for each in found if each["dataset_id"] == made.dataset_id) for made in two)
+    assert first["quarantined"] == {"truncated": 2}
+    assert (first["run_count"], second["run_count"]) == (1, 0)
 
 
 async def _show(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,6 +468,7 @@ async def _show(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.Capt
         assert text in printed
     await datasets.show(client, "digits", classes=True, as_json=True)
     found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["run_count"]) == (["r1"], 1)
     assert found["class_counts"] == {"train": {"a": 2, "b": 1}, "validation": {"b": 1}, "test": {"a": 1}}
     assert Manifest.model_validate(found["manifest"]) == first.manifest
 
@@ -526,7 +538,7 @@ async def _lineage(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.C
 async def _names_that_mean_no_dataset(two: tuple[Made, Made], client: AsyncClient) -> None:
     for name, says in {
         "zzz": "there is no dataset 'zzz'",
-        "": "means 2 datasets",
+        "": "name a dataset",
         "i3": "has no usable images data",
         "e" * 64: "not in the object store",
     }.items():

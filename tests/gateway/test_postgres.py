@@ -20,13 +20,13 @@ import sqlalchemy as sa
 from contracts.events.run import ProgressPoint, RunAccepted, RunCompleted, RunProgress
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Store
+from services.gateway.store import REVISION, ForeignSchema, Store
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from tests.deploy.test_grafana import filled_in, statements
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, ref, running
 from tests.gateway.test_api import FILTERS, publish_listed
-from tests.gateway.test_projection import contents, project, publish
+from tests.gateway.test_projection import contents, differing_tables, project, publish
 from tests.lives import supported
 
 pytestmark = pytest.mark.needs("postgres")
@@ -169,3 +169,20 @@ async def test_a_text_that_no_index_holds_stops_nothing(bus: Bus, on_postgres: G
     async with Store(on_postgres.database_url) as store:
         await project(bus, store)
         assert "r1" in [run["run_id"] for run in (await contents(store))["runs"]]
+
+
+async def test_the_tables_of_a_later_gateway_stay(on_postgres: GatewaySettings, bus: Bus) -> None:
+    await publish(bus, *life())
+    async with Store(on_postgres.database_url) as store:
+        await project(bus, store)
+        async with store.engine.begin() as connection:
+            assert await connection.run_sync(differing_tables) == []
+            await connection.execute(REVISION.update().values(version_num="9999"))
+        with pytest.raises(ForeignSchema, match="of a later gateway"):
+            async with Store(on_postgres.database_url):
+                pass
+        assert len((await contents(store))["runs"]) == 1
+    async with Store(on_postgres.database_url, replaces_later=True) as store:
+        assert (await contents(store))["runs"] == []
+        await project(bus, store)
+        assert len((await contents(store))["runs"]) == 1

@@ -6,25 +6,29 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from contracts.events.run import RunAccepted, RunStopping
-from services.gateway import queries
+from services.gateway import migrations, queries
+from services.gateway.migrations import HEAD
 from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import METADATA, PROJECTIONS, RUNS, SCHEMA, ProjectionMoved, Store
+from services.gateway.store import METADATA, PROJECTIONS, REVISION, ROWS, RUNS, ForeignSchema, ProjectionMoved, Store
 from services.kit.bus import Bus
 from tests.contracts.old_stops import as_version_1
-from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
+from tests.gateway.conftest import EVALUATED_SPEC, SPEC, Running, life, running
+from tests.kit.support import until as eventually
 
-TABLES = (
-    "runs", "progress", "checkpoints", "nodes", "studies", "training_datasets", "models", "points", "events",
-    "run_counts",
-)  # fmt: skip
+TABLES = (*(table.name for table in ROWS), "events")
 
 
 async def publish(bus: Bus, *events: Any) -> int:
@@ -45,10 +49,10 @@ async def contents(store: Store) -> dict[str, list[Any]]:
 
 
 async def project(bus: Bus, store: Store) -> None:
-    projection = Projection(bus, store)
-    await projection.adopt()
+    made = Projection(bus, store)
+    await made.adopt()
     for stream in STREAMS:
-        await projection.run(stream, until_caught_up=True)
+        await made.run(stream, until_caught_up=True)
 
 
 async def crash_in_mid_commit(store: Store) -> None:
@@ -209,12 +213,58 @@ async def test_another_stream_means_another_read_model(bus: Bus, gateway_setting
         assert [run["name"] for run in (await contents(store))["runs"]] == ["digits"]
 
 
+def test_the_last_revision_is_named() -> None:
+    assert ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head() == HEAD
+    assert (migrations.is_known(HEAD), migrations.is_known("9999")) == (True, False)
+
+
+def differing_tables(connection: sa.Connection) -> list[Any]:
+    """Return how the tables that are there differ from those of the store."""
+    context = MigrationContext.configure(connection, opts={"version_table": migrations.VERSION_TABLE})
+    return [*compare_metadata(context, METADATA)]
+
+
+async def test_the_revisions_make_the_tables_of_the_store(gateway_settings: GatewaySettings) -> None:
+    for _ in range(2):
+        async with Store(gateway_settings.database_url) as store, store.engine.connect() as connection:
+            assert await connection.run_sync(differing_tables) == []
+
+
+async def test_a_gateway_writes_nothing_into_the_tables_of_a_later_one(
+    bus: Bus, gateway_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.projection.SUPERSEDED_S", 0.05)
+    first, second = (RunAccepted(run_id=name, spec=SPEC, request_id=name, request_source="t") for name in ("r1", "r2"))
+    async with running(gateway_settings) as gateway, Store(gateway_settings.database_url) as store:
+        await publish(bus, first)
+        await gateway.get("/training-runs/r1")
+
+        async def set_revision(revision: str) -> None:
+            async with store.engine.begin() as connection:
+                await connection.execute(REVISION.update().values(version_num=revision))
+
+        await set_revision("9999")
+        with pytest.raises(ForeignSchema, match="of a later gateway"):
+            await store.prune_points(0.0)
+        await publish(bus, second)
+        await eventually(partial(is_ready, gateway, False), "the gateway to be no longer ready", 60)
+        assert [run["run_id"] for run in (await contents(store))["runs"]] == ["r1"]
+        assert (await gateway.get("/training-runs/r1"))["state"] == "accepted"
+        await set_revision(HEAD)
+        await eventually(partial(is_ready, gateway, True), "the gateway to be ready again", 60)
+        assert (await gateway.get("/training-runs/r2"))["state"] == "accepted"
+
+
+async def is_ready(gateway: Running, expected: bool) -> bool:
+    return (await gateway.client.get("/ready")).is_success == expected
+
+
 async def test_another_schema_is_rebuilt(bus: Bus, gateway_settings: GatewaySettings) -> None:
     await publish(bus, *life())
     async with Store(gateway_settings.database_url) as store:
         await project(bus, store)
         async with store.engine.begin() as connection:
-            await connection.execute(SCHEMA.update().values(version=0))
+            await connection.execute(REVISION.update().values(version_num="0000"))
             await connection.execute(sa.text("ALTER TABLE runs DROP COLUMN artifacts"))
     async with Store(gateway_settings.database_url) as store:
         assert (await contents(store))["runs"] == []

@@ -31,7 +31,7 @@ from trainbus.client import checkpoints, explanation, policy, run_list, runs
 from trainbus.client.address import StackAddress, find_address
 from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, connect
-from trainbus.client.datasets import find_dataset, read_history
+from trainbus.client.datasets import find_dataset
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
 from trainbus.client.package import pack_project
@@ -377,7 +377,7 @@ class AsyncClient:
 
     async def dataset(self, name: str) -> DatasetRecord:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
-        return find_dataset(await read_history(self.connection), name)
+        return await find_dataset(self.connection, name)
 
     async def put(self, path: Path | str, uri: str) -> PutResult:
         """Put a file or a folder into the store; what is there with the same content is not sent again.

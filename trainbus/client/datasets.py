@@ -1,4 +1,4 @@
-"""Datasets: found by the log, read from the gateway, verified by the client itself."""
+"""Datasets: found, read and compared through the gateway."""
 
 from __future__ import annotations
 
@@ -7,37 +7,32 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 from pydantic import ValidationError
 
-from contracts import subjects
 from contracts.datasets import SPLITS, IndexRecord, Manifest, shard_uri
+from contracts.events.dataset import DatasetIngested, DatasetSharded
 from services.kit.concurrency import gather_limited
 from services.kit.store.files import hash_file
 from services.kit.store.uris import split_uri
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
 from trainbus.client.gateway import check_answer, download
+from trainbus.client.run_list import read_metrics
 from trainbus.datasets.diff import Difference, UnsortedIndex, compare
-from trainbus.datasets.history import AmbiguousName, DatasetRecord, History
+from trainbus.datasets.history import Champion, DatasetRecord, Ingestion, TrainingUse
 
-SHA256_CHARS = 64
 #: Files that are fetched at the same time.
 PARALLEL = 4
-#: The facts that make the history of datasets; the many others of long trainings stay on the server.
-FACTS = (
-    subjects.dataset(),
-    subjects.model(),
-    *(
-        subjects.fact("run", subjects.WILDCARD, name)
-        for name in ("accepted", "prepared", "started", "completed", "failed", "cancelled")
-    ),
-)
+#: Datasets or ingestions in one answer.
+PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +46,89 @@ class LoadedDataset:
     bucket: str
 
 
-async def read_history(connection: Connection) -> History:
-    """Return the datasets, ingestions and uses that the log has."""
-    return History((each.envelope.time, each.event) for each in await connection.read(*FACTS))
+async def list_datasets(connection: Connection) -> list[DatasetRecord]:
+    """Return the datasets, the oldest first."""
+    return [_read_record(each) for each in await _read_pages(connection, "datasets")][::-1]
 
 
-def find_dataset(history: History, name: str) -> DatasetRecord:
-    """Return the dataset that ``name`` means. A full id is valid even if the log no longer has its facts.
+async def list_unfinished(connection: Connection) -> list[Ingestion]:
+    """Return the ingestions that have no dataset: they go on, or have failed. The oldest first."""
+    found = await _read_pages(connection, "ingestions", without_dataset=True)
+    return [_read_ingestion(each) for each in found][::-1]
+
+
+async def list_newest_ingestions(connection: Connection) -> list[Ingestion]:
+    """Return the newest ingestions that have found their records, or failed; the newest first."""
+    page = await connection.get("/ingestions", {"limit": PAGE})
+    return [_read_ingestion(each) for each in page["ingestions"]]
+
+
+async def find_dataset(connection: Connection, name: str) -> DatasetRecord:
+    """Return the dataset that ``name`` means: its id or the beginning of one, that of an ingestion, a run or its name.
+
+    A full id is valid even if the log no longer has its facts.
 
     Raises:
         NotFoundError: there is none, or there are several.
+        UsageError: the name is empty.
     """
-    try:
-        return history.find(name)
-    except AmbiguousName as error:
-        if error.found:
-            listed = "\n".join(f"  {dataset_id}" for dataset_id in error.found[:10])
-            raise NotFoundError(
-                f"{name!r} means {len(error.found)} datasets; give more of one's id:\n{listed}"
-            ) from None
-        if not _is_id(name):
-            made = [each for each in history.ingestions.values() if each.ingestion_id.startswith(name)]
-            if len(made) == 1:
-                why = made[0].failed or "it is not sharded yet"
-                raise NotFoundError(f"ingestion {made[0].ingestion_id} has no dataset: {why}") from None
-            raise NotFoundError(f"there is no dataset {name!r}: `trainbus datasets` lists them") from None
-        return DatasetRecord(name)
+    if not name:
+        raise UsageError("name a dataset: `trainbus datasets` lists them")
+    found = await connection.get(f"/datasets/{quote(name, safe='')}")
+    known = DatasetRecord(found["dataset_id"]) if found["dataset"] is None else _read_record(found["dataset"])
+    known.manifest_uri = found["manifest_uri"]
+    known.ingestions = [_read_ingestion(each) for each in found["ingestions"]]
+    known.runs = [_read_use(each) for each in found["runs"]]
+    return known
 
 
-def _is_id(name: str) -> bool:
-    return len(name) == SHA256_CHARS and set(name) <= set("0123456789abcdef")
+async def _read_pages(connection: Connection, what: str, **wanted: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    params = {"limit": PAGE, **wanted}
+    while True:
+        page = await connection.get(f"/{what}", params)
+        found += page[what]
+        if page["next_cursor"] is None:
+            return found
+        params["cursor"] = page["next_cursor"]
+
+
+def _read_record(found: Mapping[str, Any]) -> DatasetRecord:
+    return DatasetRecord(
+        found["dataset_id"],
+        DatasetSharded.model_validate(found),
+        found["manifest_uri"],
+        found["source"],
+        found["format"],
+        found["quarantined"],
+        found["run_count"],
+    )
+
+
+def _read_ingestion(found: Mapping[str, Any]) -> Ingestion:
+    result = None if found["found"] is None else DatasetIngested.model_validate(found["found"])
+    return Ingestion(
+        found["ingestion_id"],
+        datetime.fromisoformat(found["at"]),
+        result,
+        found["dataset_id"],
+        found["failed"],
+    )
+
+
+def _read_use(found: Mapping[str, Any]) -> TrainingUse:
+    champions = [
+        Champion(
+            each["model"],
+            each["version"],
+            datetime.fromisoformat(each["promoted_at"]),
+            read_metrics(each["metrics"]),
+            each["champion"],
+        )
+        for each in found["champions"]
+    ]
+    taken = {name: found[name] for name in ("run_id", "name", "kind", "state", "init_from")}
+    return TrainingUse(**taken, champions=champions)
 
 
 async def load_dataset(http: httpx.AsyncClient, known: DatasetRecord) -> LoadedDataset:
@@ -182,9 +230,10 @@ class Verification:
 async def verify_datasets(
     connection: Connection, dataset_ids: Sequence[str], advance: Callable[[int, int], None]
 ) -> Verification:
-    """Have the gateway read datasets back and compare every hash; ``advance`` gets (bytes read, all bytes)."""
-    if not dataset_ids:
-        return Verification(0, 0, 0, 0, {})
+    """Have the gateway read datasets back, all if none is named, and compare every hash.
+
+    ``advance`` gets (bytes read, all bytes).
+    """
     found = await connection.await_result("/datasets/verify", advance, json={"datasets": list(dataset_ids)})
     damaged = {each: [DamagedFile(**file) for file in files] for each, files in found.pop("damaged").items()}
     return Verification(**found, damaged=damaged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +16,7 @@ from trainbus.client.datasets import LoadedDataset
 from trainbus.commands import render
 from trainbus.commands.render import escape
 from trainbus.datasets.diff import KINDS, Difference, Kind
-from trainbus.datasets.history import DatasetRecord, History, Ingestion, TrainingUse
+from trainbus.datasets.history import DatasetRecord, Ingestion, TrainingUse
 
 #: Rows of a table; JSON has them all.
 MAX_ROWS = 40
@@ -28,32 +28,28 @@ WIDE = 100
 # -- ls --------------------------------------------------------------------------
 
 
-def history_to_plain(history: History) -> list[dict[str, Any]]:
+def list_to_plain(datasets: Iterable[DatasetRecord], unfinished: Iterable[Ingestion]) -> list[dict[str, Any]]:
     """Return every dataset, and every ingestion without one, as JSON."""
-    pending = [each for each in history.ingestions.values() if each.dataset_id is None]
-    return [*map(summarize_dataset, history.datasets.values()), *map(summarize_ingestion, pending)]
+    return [*map(summarize_dataset, datasets), *map(summarize_ingestion, unfinished)]
 
 
-def print_history(history: History, progress: Iterable[DatasetProgress]) -> None:
+def print_list(
+    datasets: Sequence[DatasetRecord], unfinished: Sequence[Ingestion], working: Sequence[DatasetProgress]
+) -> None:
     """Print the datasets, the ingestions in progress, and those that failed."""
-    pending = [each for each in history.ingestions.values() if each.dataset_id is None]
-    sharding = {each.ingestion_id for each in pending if not each.failed}
-    working = [
-        each for each in progress if each.ingestion_id in sharding or each.ingestion_id not in history.ingestions
-    ]
-    if not (history.datasets or pending or working):
+    if not (datasets or unfinished or working):
         print("no datasets yet: a run with `--data s3://...` makes one")
         return
     console = render.console()
-    if history.datasets:
-        console.print(_render_datasets(history, wide=console.width >= WIDE))
+    if datasets:
+        console.print(_render_datasets(datasets, wide=console.width >= WIDE))
     for event in working:
         console.print(_format_progress(event), soft_wrap=True)
     at_work = {event.ingestion_id for event in working}
-    for each in pending:
+    for each in unfinished:
         if not each.failed and each.ingestion_id not in at_work and each.found is not None:
             console.print(f"[yellow]being sharded[/] {each.ingestion_id}: {escape(each.found.data.source)}")
-    failed = [each for each in pending if each.failed]
+    failed = [each for each in unfinished if each.failed]
     for each in failed[-MAX_FAILED_ROWS:]:
         console.print(f"[bold red]failed[/] {each.ingestion_id}: {escape(each.failed)}", soft_wrap=True)
     if len(failed) > MAX_FAILED_ROWS:
@@ -67,45 +63,43 @@ def _format_progress(event: DatasetProgress) -> str:
     return f"[yellow]{event.phase}[/] {event.ingestion_id}: {event.done:,}{of}{rate}{left}"
 
 
-def _render_datasets(history: History, *, wide: bool) -> Table:
+def _render_datasets(datasets: Iterable[DatasetRecord], *, wide: bool) -> Table:
     """Return a table of datasets; a narrow one leaves out columns that ``show`` has."""
     numbers = ("records", "train/val/test", "bad", "shards", "size", "runs", "made")
     columns = ("dataset", "source", "format", *numbers)
     shown = [name for name in columns if wide or name not in ("format", "bad", "shards", "runs")]
     table = render.table(*shown, right=numbers)
-    for known in history.datasets.values():
+    for known in datasets:
         row = _row(known)
         table.add_row(*(row[name] for name in shown))
     return table
 
 
 def _row(known: DatasetRecord) -> dict[str, str]:
-    found = known.ingested
     record = known.record
-    counts = record.split_counts if record else found.split_counts if found else {}
-    bad = sum(kind.count for kind in found.quarantined) if found else 0
+    counts = record.split_counts if record else {}
+    bad = sum(known.quarantined.values())
     return {
         "dataset": known.dataset_id[:12],
         "source": escape(known.source),
-        "format": found.data.format if found else "",
+        "format": known.format or "",
         "records": f"{sum(counts.values()):,}" if counts else "",
         "train/val/test": "/".join(f"{counts.get(split, 0):,}" for split in SPLITS) if counts else "",
         "bad": f"{bad:,}" if bad else "",
         "shards": str(record.shard_count) if record else "",
         "size": render.size(record.size_bytes) if record else "",
-        "runs": str(len(known.runs)),
+        "runs": str(known.run_count),
         "made": render.ago(record.created_at, render.utc_now()) if record else "",
     }
 
 
 def summarize_dataset(known: DatasetRecord) -> dict[str, Any]:
     record = known.record
-    found = known.ingested
     return {
         "dataset_id": known.dataset_id,
         "state": "sharded",
         "source": known.source,
-        "format": found.data.format if found else None,
+        "format": known.format,
         "manifest_uri": known.manifest_uri,
         "row_count": record.row_count if record else None,
         "split_counts": record.split_counts if record else None,
@@ -115,9 +109,8 @@ def summarize_dataset(known: DatasetRecord) -> dict[str, Any]:
         "created_at": record.created_at if record else None,
         "feature_store_version": record.feature_store_version if record else None,
         "split_config_hash": record.split_config_hash if record else None,
-        "quarantined": {kind.code: kind.count for kind in found.quarantined} if found else {},
-        "ingestions": [each.ingestion_id for each in known.ingestions],
-        "runs": [use.run_id for use in known.runs],
+        "quarantined": known.quarantined,
+        "run_count": known.run_count,
     }
 
 
@@ -146,7 +139,9 @@ def summarize_ingestion(each: Ingestion) -> dict[str, Any]:
 
 def dataset_to_plain(loaded: LoadedDataset, counts: Counter[tuple[str, str]] | None) -> dict[str, Any]:
     """Return a dataset as JSON."""
-    plain = {**summarize_dataset(loaded.known), "manifest": loaded.manifest}
+    ingestions = [each.ingestion_id for each in loaded.known.ingestions]
+    runs = [use.run_id for use in loaded.known.runs]
+    plain = {**summarize_dataset(loaded.known), "ingestions": ingestions, "runs": runs, "manifest": loaded.manifest}
     if counts is None:
         return plain
     by_class = {split: {label: n for (each, label), n in sorted(counts.items()) if each == split} for split in SPLITS}
@@ -172,13 +167,13 @@ def _print_summary(loaded: LoadedDataset) -> None:
         "source": f"{manifest.source} ({manifest.format})",
         "made": f"{known.record.created_at:%Y-%m-%d %H:%M:%S} UTC" if known.record else "",
         "ingestion": _format_ingestion(found) if found else f"fingerprint {manifest.fingerprint[:12]}",
-        "quarantine": (known.ingested.quarantine_uri or "") if known.ingested else "",
+        "quarantine": (found.found.quarantine_uri or "") if found and found.found else "",
         "split": _format_split(manifest.split),
         "classes": f"{len(manifest.classes):,}: {classes}" if manifest.classes else "",
         "token": f"{manifest.token_bytes} bytes" if manifest.token_bytes else "",
         "manifest": known.manifest_uri,
         "runs": ", ".join(f"{use.name or use.run_id} ({use.state})" for use in known.runs[-5:])
-        + (f" and {len(known.runs) - 5} before" if len(known.runs) > 5 else ""),
+        + (f" and {known.run_count - 5} before" if known.run_count > 5 else ""),
     }
     render.print_fields({name: escape(value) for name, value in rows.items()})
 

@@ -17,7 +17,6 @@ from trainbus.commands.progress import byte_bar, ingestion_bar
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.client.datasets import Verification
-    from trainbus.datasets.history import DatasetRecord
 
 app = typer.Typer(help="Datasets: list, show, verify and compare them, make one, print their lineage.")
 
@@ -34,15 +33,19 @@ def default(context: typer.Context, data_dir: DataDir = None, stack: StackName =
 @command(app)
 async def ls(client: AsyncClient, as_json: Json = False) -> None:
     """List the datasets, the ingestions in progress, and those that failed."""
-    from trainbus.client.datasets import read_history
+    from trainbus.client.datasets import list_datasets, list_newest_ingestions, list_unfinished
     from trainbus.client.ingestion import read_progress
     from trainbus.commands import dataset_tables
 
-    history = await read_history(client.connection)
+    # In this order an ingestion whose dataset is made meanwhile is in both lists; in the other, in neither.
+    unfinished, datasets = await list_unfinished(client.connection), await list_datasets(client.connection)
     if as_json:
-        print(render.as_json(dataset_tables.history_to_plain(history)))
+        print(render.as_json(dataset_tables.list_to_plain(datasets, unfinished)))
     else:
-        dataset_tables.print_history(history, await read_progress(client.connection))
+        progress = await read_progress(client.connection)
+        ended = {each.ingestion_id for each in await list_newest_ingestions(client.connection) if each.has_ended}
+        working = [event for event in progress if event.ingestion_id not in ended]
+        dataset_tables.print_list(datasets, unfinished, working)
 
 
 @command(app)
@@ -84,20 +87,16 @@ async def verify(
     as_json: Json = False,
 ) -> None:
     """Read datasets back from the store and compare every hash; exit 1 if anything is damaged."""
-    from trainbus.client.datasets import find_dataset, read_history
     from trainbus.client.ingestion import repair_dataset
 
-    history = await read_history(client.connection)
-    names = [name] if name is not None else history.datasets
-    datasets = [find_dataset(history, each) for each in names]
-    found = await _verify(client, datasets, quiet=as_json)
+    chosen = [(await client.dataset(name)).dataset_id] if name is not None else []
+    found = await _verify(client, chosen, quiet=as_json)
     if repair and found.damaged:
         _print_verification(found, as_json=False, stderr=True)
-        damaged = [known for known in datasets if known.dataset_id in found.damaged]
-        for known in damaged:
+        for dataset_id, files in found.damaged.items():
             with ingestion_bar(quiet=as_json) as report:
-                await repair_dataset(client.connection, known, found.damaged[known.dataset_id], report)
-        found = await _verify(client, damaged, quiet=as_json)
+                await repair_dataset(client.connection, await client.dataset(dataset_id), files, report)
+        found = await _verify(client, [*found.damaged], quiet=as_json)
     _print_verification(found, as_json=as_json)
     if found.damaged:
         remedy = "--repair makes the damaged files again, from what was ingested or from the source"
@@ -105,11 +104,12 @@ async def verify(
         raise TrainbusError(f"{len(found.damaged)} of {found.datasets} datasets damaged{hint}")
 
 
-async def _verify(client: AsyncClient, datasets: list[DatasetRecord], *, quiet: bool) -> Verification:
+async def _verify(client: AsyncClient, datasets: list[str], *, quiet: bool) -> Verification:
+    """Verify the datasets of these ids; of none, all."""
     from trainbus.client.datasets import verify_datasets
 
     with byte_bar("reading back", quiet=quiet) as advance:
-        return await verify_datasets(client.connection, [known.dataset_id for known in datasets], advance)
+        return await verify_datasets(client.connection, datasets, advance)
 
 
 def _print_verification(found: Verification, *, as_json: bool, stderr: bool = False) -> None:
@@ -162,12 +162,11 @@ async def diff(
     as_json: Json = False,
 ) -> None:
     """List what changed between two datasets, by split and class; exit 1 if anything did."""
-    from trainbus.client.datasets import compare_datasets, find_dataset, load_dataset, read_history
+    from trainbus.client.datasets import compare_datasets, load_dataset
     from trainbus.client.gateway import open_gateway
     from trainbus.commands import dataset_tables
 
-    history = await read_history(client.connection)
-    pair = [find_dataset(history, name) for name in (one, other)]
+    pair = [await client.dataset(name) for name in (one, other)]
     async with open_gateway(client.address) as http:
         old, new = [await load_dataset(http, known) for known in pair]
         found = await compare_datasets(http, old, new, examples)

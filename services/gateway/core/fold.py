@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 from contracts import exactness
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.dataset import DatasetSharded
+from contracts.events.dataset import (
+    DatasetIngested,
+    DatasetIngestFailed,
+    DatasetSharded,
+    DatasetShardFailed,
+    IngestionFact,
+)
 from contracts.events.model import (
     ModelConfigured,
     ModelDeployed,
@@ -48,7 +54,18 @@ from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunFields
 from contracts.state.node import incarnations_before, next_drain, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, RegisteredModel, Run, Study
+from services.gateway.core.rows import (
+    Checkpoint,
+    Dataset,
+    Ingestion,
+    Model,
+    Node,
+    Point,
+    Progress,
+    RegisteredModel,
+    Run,
+    Study,
+)
 
 R = TypeVar("R")
 #: Fields of a request that came after v0.1.0: where one has its default, the request is what it was without it.
@@ -85,6 +102,7 @@ class Rows:
     datasets: dict[str, Dataset] = field(default_factory=dict)
     models: dict[tuple[str, int], Model] = field(default_factory=dict)
     registered: dict[str, RegisteredModel] = field(default_factory=dict)
+    ingestions: dict[str, Ingestion] = field(default_factory=dict)
     studies: dict[str, Study] = field(default_factory=dict)
 
     def copy(self) -> Rows:
@@ -100,6 +118,9 @@ class Keys:
     checkpoints: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
     registered: set[str] = field(default_factory=set)
+    ingestions: set[str] = field(default_factory=set)
+    #: Fingerprints of ingestions that have no dataset yet, and of datasets.
+    inputs: set[str] = field(default_factory=set)
     studies: set[str] = field(default_factory=set)
 
 
@@ -117,6 +138,14 @@ def keys(events: Iterable[tuple[Event, At]]) -> Keys:
             found.studies.add(event.study_id)
         if isinstance(event, ModelFact | RunPromotionPending):
             found.registered.add(event.model)
+        if isinstance(event, IngestionFact):
+            found.ingestions.add(event.ingestion_id)
+        if isinstance(event, DatasetIngested):
+            found.inputs.add(event.fingerprint)
+        if isinstance(event, DatasetSharded):
+            found.inputs.add(event.feature_store_version)
+            if event.ingestion_id is not None:
+                found.ingestions.add(event.ingestion_id)
         if isinstance(event, CheckpointDeleted):
             found.checkpoints.add(event.uri)
     return found
@@ -144,7 +173,12 @@ def apply(rows: Rows, event: Event, at: At) -> None:
         if (study := fold_study(rows.studies.get(event.study_id), event, at)) is not None:
             rows.studies[event.study_id] = study
     elif isinstance(event, DatasetSharded):
-        rows.datasets[event.dataset_id] = _dataset(event)
+        _on_sharded(rows, event)
+    elif isinstance(event, DatasetIngested):
+        _on_ingested(rows, event, at)
+    elif isinstance(event, DatasetIngestFailed | DatasetShardFailed):
+        begun = rows.ingestions.get(event.ingestion_id) or Ingestion(event.ingestion_id, at.time_s)
+        rows.ingestions[event.ingestion_id] = replace(begun, failed=event.reason)
     elif isinstance(event, ModelPromoted):
         rows.models[event.model, event.version] = _model(event, at)
     if isinstance(event, ModelFact | RunPromotionPending):
@@ -476,9 +510,48 @@ def _notice(fact: NodeNotice) -> str:
     return f"{fact.source}: {fact.kind}{within}" + (f" ({fact.detail})" if fact.detail else "")
 
 
-def _dataset(fact: DatasetSharded) -> Dataset:
-    folder = fact.manifest_uri.rsplit("/", 1)[0] + "/"
-    return _row(Dataset, fact, s3_path=folder, created_at=fact.created_at.timestamp(), classes=list(fact.classes))
+def _on_ingested(rows: Rows, fact: DatasetIngested, at: At) -> None:
+    known = rows.ingestions.get(fact.ingestion_id) or Ingestion(fact.ingestion_id, at.time_s)
+    made = replace(
+        known,
+        fingerprint=fact.fingerprint,
+        shard_bytes=fact.data.shard_bytes,
+        found=fact.model_dump(mode="json", exclude_defaults=True),
+    )
+    # The same input results in the same dataset, for which no second fact is published.
+    dataset = next((each for each in rows.datasets.values() if _is_made_of(each, made)), None)
+    rows.ingestions[fact.ingestion_id] = made if dataset is None else replace(made, dataset_id=dataset.dataset_id)
+
+
+def _on_sharded(rows: Rows, fact: DatasetSharded) -> None:
+    own = rows.ingestions.get(fact.ingestion_id or "")
+    if own is None or own.found is None:  # a log from before sharding named the ingestion
+        alike = (each for each in rows.ingestions.values() if each.fingerprint == fact.feature_store_version)
+        own, sizes = next(alike, None), None
+    else:
+        sizes = own.shard_bytes
+    found = DatasetIngested.model_validate(own.found) if own is not None else None
+    dataset = _row(
+        Dataset,
+        fact,
+        s3_path=fact.manifest_uri.rsplit("/", 1)[0] + "/",
+        created_at=fact.created_at.timestamp(),
+        classes=list(fact.classes),
+        source=found.data.source if found else "",
+        format=found.data.format if found else None,
+        quarantined={kind.code: kind.count for kind in found.quarantined} if found else {},
+        fingerprint=found.fingerprint if found else fact.feature_store_version,
+        shard_bytes=sizes,
+    )
+    rows.datasets[fact.dataset_id] = dataset
+    for each in [*rows.ingestions.values()]:
+        if each.dataset_id is None and _is_made_of(dataset, each):
+            rows.ingestions[each.ingestion_id] = replace(each, dataset_id=fact.dataset_id)
+
+
+def _is_made_of(dataset: Dataset, ingestion: Ingestion) -> bool:
+    same_size = dataset.shard_bytes in (None, ingestion.shard_bytes)
+    return dataset.fingerprint == ingestion.fingerprint and same_size
 
 
 def _model(fact: ModelPromoted, at: At) -> Model:

@@ -181,6 +181,31 @@ class Dataset:
     shard_count: int
     size_bytes: int
     classes: list[str]
+    manifest_uri: str
+    #: Of the ingestion that it was made of; '' and None where the log does not say which that was.
+    source: str = ""
+    format: str | None = None
+    #: Kind of fault -> records that were set aside.
+    quarantined: dict[str, int] = field(default_factory=dict)
+    #: The input that becomes this dataset; None: of any size of shards.
+    fingerprint: str = ""
+    shard_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ingestion:
+    """One ingestion of a source, and its result."""
+
+    ingestion_id: str
+    at: Time
+    #: The same input, in shards of the same size, becomes the same dataset.
+    fingerprint: str | None = None
+    shard_bytes: int = 0
+    #: What it found, as in its fact; None: it has not succeeded.
+    found: dict[str, Any] | None = None
+    dataset_id: str | None = None
+    #: Why it, or the sharding after it, has failed.
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,13 @@ async def test_gates_that_break_a_rule_of_today_are_shown(client: AsyncClient, b
         assert record.to_plain()["gates"]["confidence"] == 7.0
 
 
+async def test_a_client_of_a_url(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    assert client.address.gateway_url is not None
+    async with AsyncClient(client.address.gateway_url) as other:
+        assert (await other.run(RUN)).name == (await client.run(RUN)).name
+
+
 async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:
     for number in range(3):
         await accept(bus, f"r{number}", f"run-{number}")
@@ -231,7 +238,7 @@ async def test_the_sync_client_works_where_a_loop_runs(address: StackAddress, bu
 def test_a_client_without_a_stack_names_the_command_to_start(tmp_path: Path) -> None:
     with pytest.raises(StackUnreachableError, match="start one with `trainbus up --data-dir"):
         Client(tmp_path)
-    nowhere = StackAddress("", gateway_url=f"http://127.0.0.1:{free_ports(1)[0]}")
+    nowhere = StackAddress(gateway_url=f"http://127.0.0.1:{free_ports(1)[0]}")
     with pytest.raises(TrainbusError, match="does not answer"):
         Client(address=nowhere)
 

@@ -28,7 +28,7 @@ SPEC = RunSpec(name="digits", command=["true"])
 
 
 def at(url: str | None) -> StackAddress:
-    return StackAddress("", gateway_url=url)
+    return StackAddress(gateway_url=url)
 
 
 async def test_a_gateway_that_is_away_is_named_with_what_to_do() -> None:

@@ -345,7 +345,7 @@ def promoted(run_id: str, version: int) -> ModelPromoted:
 async def address(s3_settings: Settings, bus: Bus) -> AsyncIterator[StackAddress]:
     """The gateway's alone: neither the bus nor the store."""
     async with serve_clients(s3_settings) as served:
-        yield StackAddress("", gateway_url=served.gateway_url)
+        yield StackAddress(gateway_url=served.gateway_url)
 
 
 @pytest_asyncio.fixture

@@ -42,7 +42,7 @@ async def running(name: str, settings: Settings, *, is_ready: bool = True) -> As
 
 
 async def check(settings: Settings) -> dict[str, CheckResult]:
-    found = await _check_bus(StackAddress(settings.nats_url), set())
+    found = await _check_bus(StackAddress(nats_url=settings.nats_url), set())
     return {each.what: each for each in found}
 
 

@@ -32,7 +32,7 @@ async def address(
         monkeypatch.setattr(
             httpx, "AsyncClient", lambda **options: client(transport=httpx.ASGITransport(app), **options)
         )
-        yield StackAddress("", gateway_url="http://gateway")
+        yield StackAddress(gateway_url="http://gateway")
 
 
 @pytest.fixture
@@ -223,4 +223,4 @@ async def test_the_gateway_checks_what_arrives(
 
 async def test_without_a_gateway_there_is_no_lake() -> None:
     with pytest.raises(StackUnreachableError, match="set TRAINBUS_GATEWAY_URL"):
-        await list_uris(StackAddress("nats://n"), "s3://lake")
+        await list_uris(StackAddress(nats_url="nats://n"), "s3://lake")

@@ -281,7 +281,7 @@ def test_a_list_of_runs_fits_eighty_columns() -> None:
 
 
 def test_links_are_those_of_the_stack() -> None:
-    address = StackAddress("nats://h", gateway_url="http://g/", mlflow_uri="http://m")
+    address = StackAddress(nats_url="nats://h", gateway_url="http://g/", mlflow_uri="http://m")
     view = RunView(RUN, mlflow_run_id="abc", mlflow_experiment_id="7")
     assert run_tables.find_links(view, address) == {
         "page": "http://g/#r1",

@@ -277,7 +277,7 @@ async def test_a_task_is_fetched_as_a_model_that_loads(
 
 async def test_without_a_gateway_nothing_is_fetched() -> None:
     with pytest.raises(StackUnreachableError, match="set TRAINBUS_GATEWAY_URL"):
-        async with open_file_source(StackAddress("nats://n")):
+        async with open_file_source(StackAddress(nats_url="nats://n")):
             pass
 
 

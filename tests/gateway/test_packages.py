@@ -121,7 +121,7 @@ async def test_a_client_uploads_through_the_gateway(
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("print()")
     package = pack_project(tmp_path / "code")
-    address = StackAddress("nats://nowhere", gateway_url="http://gateway")
+    address = StackAddress(nats_url="nats://nowhere", gateway_url="http://gateway")
     uri = await upload_package(address, package)
     assert await objects.get(uri) == package.body
     assert sent == ["GET", "POST"]

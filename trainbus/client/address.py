@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StackAddress:
-    """Where one stack is: its gateway, which is all that a client needs. ``data_dir``: of an embedded one.
+    """Where one stack is: the URL of its gateway, which is all that a client needs. The rest is of those around it.
 
-    ``nats_url`` is for an operator's tools; '' where it is not known.
+    ``data_dir``: of an embedded stack. ``nats_url`` is for an operator's tools; '' where it is not known.
     """
 
-    nats_url: str
+    gateway_url: str | None = None
+    nats_url: str = ""
     nats_user: str | None = None
     nats_password: str | None = None
-    gateway_url: str | None = None
     serving_url: str | None = None
     mlflow_uri: str | None = None
     data_dir: Path | None = None
@@ -111,6 +111,16 @@ def find_address(given: Path | None = None) -> StackAddress:
         mlflow_uri=mlflow_uri(data_dir),
         data_dir=data_dir.resolve(),
     )
+
+
+def locate_stack(stack: Path | str | None) -> StackAddress:
+    """Return the address of what a caller names: a gateway's URL, a data folder, or nothing, as ``find_address`` does.
+
+    Raises as ``find_address`` does.
+    """
+    if isinstance(stack, str) and stack.startswith(("http://", "https://")):
+        return StackAddress(gateway_url=stack)
+    return find_address(None if stack is None else Path(stack))
 
 
 def _describe_absence(data_dir: Path, given: Path | None) -> str:

@@ -28,7 +28,7 @@ from contracts.events.train import CancelRequested, DrainRequested, RestoreReque
 from contracts.scheduling import Policy
 from contracts.texts import describe
 from trainbus.client import checkpoints, explanation, policy, run_list, runs
-from trainbus.client.address import StackAddress, find_address
+from trainbus.client.address import StackAddress, locate_stack
 from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, connect
 from trainbus.client.datasets import find_dataset
@@ -76,8 +76,9 @@ class AsyncClient:
     does not answer.
     """
 
-    def __init__(self, data_dir: Path | str | None = None, *, address: StackAddress | None = None) -> None:
-        self.address = address or find_address(None if data_dir is None else Path(data_dir))
+    def __init__(self, stack: Path | str | None = None, *, address: StackAddress | None = None) -> None:
+        """``stack``: a gateway's URL, or the data folder of an embedded stack; default: as the commands find it."""
+        self.address = address or locate_stack(stack)
         self._stack = AsyncExitStack()
         self._connection: Connection | None = None
 
@@ -509,8 +510,9 @@ class Client:
     Use it in ``with Client() as client``, or call ``close``.
     """
 
-    def __init__(self, data_dir: Path | str | None = None, *, address: StackAddress | None = None) -> None:
-        self._client = AsyncClient(data_dir, address=address)
+    def __init__(self, stack: Path | str | None = None, *, address: StackAddress | None = None) -> None:
+        """``stack``: a gateway's URL, or the data folder of an embedded stack; default: as the commands find it."""
+        self._client = AsyncClient(stack, address=address)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainbus-client", daemon=True)
         self._thread.start()

@@ -271,15 +271,37 @@ def _params(stream: topology.Stream, filters: tuple[str, ...]) -> dict[str, Any]
     return {"stream": stream.name.lower(), "subject": list(filters)}
 
 
+def check_answer(answer: httpx.Response) -> None:
+    """Raise the gateway's own words if it has refused.
+
+    Raises:
+        NotFoundError: there is no such thing, or several things are called so.
+        UsageError: what was sent is not valid.
+        StackUnreachableError: NATS or the object store does not answer.
+        TrainbusError: it refuses for another reason.
+    """
+    if not answer.is_success:
+        raise _describe_problem(answer.status_code, _read_problem(answer), answer.request.url)
+
+
 def _read_answer(answer: httpx.Response) -> Any:
-    """Return the JSON of an answer; raise what a problem document says."""
+    """Return the JSON of an answer. Raises as ``check_answer`` does."""
+    check_answer(answer)
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise TrainbusError(f"{answer.request.url} answers with no JSON: is it a gateway's address?") from error
+
+
+def _read_problem(answer: httpx.Response) -> dict[str, Any]:
+    """Return a problem document, or what else stands in its place."""
     try:
         found = answer.json()
     except ValueError:
         found = None
-    if answer.is_success and found is not None:
+    if isinstance(found, dict) and "detail" in found:
         return found
-    raise _describe_problem(answer.status_code, found if isinstance(found, dict) else {}, answer.request.url)
+    return {"detail": f"{answer.request.url} answers {answer.status_code}: {answer.text[:500]}"}
 
 
 def _describe_problem(status: int, problem: Mapping[str, Any], url: httpx.URL) -> TrainbusError:
@@ -290,7 +312,7 @@ def _describe_problem(status: int, problem: Mapping[str, Any], url: httpx.URL) -
             return NotFoundError(detail)
         case 409 if problem.get("type") == AMBIGUOUS:
             return NotFoundError(detail)
-        case 409 | 422:
+        case 409 | 413 | 415 | 422:
             return UsageError(detail)
         case 503:
             return StackUnreachableError(f"{detail} (`trainbus doctor` shows what is wrong)")

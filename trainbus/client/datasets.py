@@ -22,9 +22,9 @@ from contracts.events.dataset import DatasetIngested, DatasetSharded
 from services.kit.concurrency import gather_limited
 from services.kit.store.files import hash_file
 from services.kit.store.uris import split_uri
-from trainbus.client.connection import Connection
+from trainbus.client.connection import Connection, check_answer
 from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
-from trainbus.client.gateway import check_answer, download
+from trainbus.client.gateway import download
 from trainbus.client.run_list import read_metrics
 from trainbus.datasets.diff import Difference, UnsortedIndex, compare
 from trainbus.datasets.history import Champion, DatasetRecord, Ingestion, TrainingUse

@@ -12,9 +12,9 @@ from contracts import subjects, topology
 from contracts.events.run import Artifact, RunEvaluated, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.texts import describe
 from trainbus.client.address import StackAddress
-from trainbus.client.connection import Connection
+from trainbus.client.connection import Connection, check_answer
 from trainbus.client.errors import NotFoundError, TrainbusError
-from trainbus.client.gateway import check_answer, open_gateway
+from trainbus.client.gateway import open_gateway
 
 RESULTS = (RunPromotionPending, RunNotPromoted, RunPromoted)
 

@@ -12,8 +12,8 @@ import httpx
 
 from trainbus.client import connection
 from trainbus.client.address import StackAddress
-from trainbus.client.connection import describe_absence, gateway_url
-from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.connection import check_answer, describe_absence, gateway_url
+from trainbus.client.errors import StackUnreachableError
 
 #: Seconds without a byte more after which a download is given up, the gateway may be restarting; and between attempts.
 PATIENCE_S, RETRY_S = 20.0, 0.2
@@ -36,30 +36,6 @@ async def open_gateway(address: StackAddress) -> AsyncIterator[httpx.AsyncClient
             yield http
     except httpx.TransportError as error:
         raise StackUnreachableError(describe_absence(httpx.URL(url), error)) from error
-
-
-def check_answer(answer: httpx.Response) -> None:
-    """Raise the gateway's own words if it has refused.
-
-    Raises:
-        NotFoundError: there is no such thing.
-        UsageError: what was sent is not valid.
-        StackUnreachableError: the object store does not answer.
-        TrainbusError: it refuses for another reason.
-    """
-    if answer.is_success:
-        return
-    kinds = {404: NotFoundError, 413: UsageError, 415: UsageError, 422: UsageError, 503: StackUnreachableError}
-    kind = kinds.get(answer.status_code, TrainbusError)
-    raise kind(f"the gateway answers {answer.status_code}: {describe_refusal(answer)}")
-
-
-def describe_refusal(answer: httpx.Response) -> str:
-    """Return why the gateway has refused, in its own words."""
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:500]
 
 
 async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:

@@ -15,8 +15,9 @@ import httpx
 
 from services.kit.store.etags import md5_of
 from trainbus.client.address import StackAddress
+from trainbus.client.connection import check_answer, describe_absence
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
-from trainbus.client.gateway import check_answer, describe_refusal, open_gateway
+from trainbus.client.gateway import open_gateway
 
 #: Seconds for which a request is repeated.
 PATIENCE_S = 20.0
@@ -106,17 +107,18 @@ class Lake:
         while True:
             try:
                 answer = await self._http.request(method, path, content=body, headers=headers, **more)
-                problem = f"answers {answer.status_code}: {describe_refusal(answer)}"
-            except httpx.TransportError as error:
-                answer, problem = None, f"does not answer: {error!r}"
-            if answer is not None and answer.is_success:
+                check_answer(answer)
                 return answer.json()
-            if answer is not None and answer.status_code == 404 and "/lake/uploads/" in path:
-                raise UploadEndedError(problem)
-            if answer is not None and answer.status_code < 500:
-                raise TrainbusError(f"the gateway at {self._http.base_url} {problem}")
+            except httpx.TransportError as error:
+                problem: TrainbusError = StackUnreachableError(describe_absence(self._http.base_url, error))
+            except TrainbusError as refusal:
+                if answer.status_code == 404 and "/lake/uploads/" in path:
+                    raise UploadEndedError(str(refusal)) from refusal
+                if answer.status_code < 500:
+                    raise
+                problem = refusal
             if asyncio.get_running_loop().time() > deadline:
-                raise StackUnreachableError(f"the gateway at {self._http.base_url} {problem} (`trainbus doctor`)")
+                raise problem
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, 2.0)
 

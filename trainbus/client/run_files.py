@@ -20,8 +20,9 @@ from services.kit.kept_files import list_files, unpack_files
 from services.kit.store.files import hash_file
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, parse_manifest
+from trainbus.client.connection import check_answer
 from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.client.gateway import check_answer, download, open_gateway
+from trainbus.client.gateway import download, open_gateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from contracts.data_formats import recognize_format
 from contracts.events.train import TrainRequested
 from contracts.spec.launchers import describe_launcher
 from trainbus.client.address import StackAddress
+from trainbus.client.connection import check_answer
 from trainbus.client.data_format import find_local_format
 from trainbus.client.errors import StackUnreachableError, UsageError, invalid_request
-from trainbus.client.gateway import check_answer, open_gateway
+from trainbus.client.gateway import open_gateway
 from trainbus.client.package import CodePackage
 from trainbus.client.submit_options import SubmitOptions
 

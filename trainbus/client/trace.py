@@ -14,10 +14,10 @@ from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.formats import format_bytes, plural
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, read_checkpoints
-from trainbus.client.connection import Connection
+from trainbus.client.connection import Connection, check_answer
 from trainbus.client.datasets import verify_datasets
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError
-from trainbus.client.gateway import check_answer, open_gateway
+from trainbus.client.gateway import open_gateway
 from trainbus.client.models import ModelVersion, find_model
 from trainbus.client.run_files import open_file_source, read_manifest
 

@@ -14,7 +14,6 @@ from contracts.base import Fact
 from contracts.texts import describe
 from services.gateway import queries
 from services.gateway.core.fold import At, Rows, apply
-from services.gateway.run_lookup import fetch_run
 from services.gateway.store import Store
 from trainbus.client.run_list import read_node, read_view
 from trainbus.client.views import NodeView, RunView
@@ -59,7 +58,7 @@ async def _read_answers(facts: Sequence[Fact]) -> Answers:
             async with store.engine.begin() as connection:
                 await store.save(connection, Rows(), rows)
                 await store.add_events(connection, events)
-            details = [await queries.run_detail(store, await fetch_run(store, run_id)) for run_id in rows.runs]
+            details = [await queries.run_detail(store, run_id) for run_id in rows.runs]
             nodes = (await queries.list_nodes(store)).nodes
     views = [read_view(json.loads(each.model_dump_json())) for each in details]
     return Answers(

@@ -316,7 +316,7 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         """Everything about one run."""
         if fresh:
             await projection.catch_up_with_progress()
-        return await queries.run_detail(store, await find_run(projection, run), timeline)
+        return await queries.run_detail(store, (await find_run(projection, run))["run_id"], timeline)
 
     @router.get("/training-runs/{run}/curves", response_model=views.Curves)
     async def get_curves(

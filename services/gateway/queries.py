@@ -184,13 +184,14 @@ async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str,
     return {row["value"]: row["runs"] for row in rows}
 
 
-async def run_detail(store: Store, row: Row, timeline: int = MAX_TIMELINE) -> views.RunDetail:
-    """Everything about a run, with its newest ``timeline`` facts."""
-    newest = sa.select(EVENTS).where(EVENTS.c.run_id == row["run_id"]).order_by(EVENTS.c.sequence.desc())
-    facts = await store.fetch(newest.limit(timeline)) if timeline else []
-    # Facts of its dataset and its model name it, too.
+async def run_detail(store: Store, run_id: str, timeline: int = MAX_TIMELINE) -> views.RunDetail:
+    """Everything about a run that is there, with its newest ``timeline`` facts."""
+    newest = sa.select(EVENTS).where(EVENTS.c.run_id == run_id).order_by(EVENTS.c.sequence.desc())
+    # Facts of its dataset and its model name it, too. The row is read after it, so that it has what the fact changed.
     last_own = await store.fetch(newest.where(begins_with(EVENTS.c.subject, "run.")).limit(1))
-    found = await checkpoints(store, row["run_id"], are_present=True)
+    (row,) = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id == run_id))
+    facts = await store.fetch(newest.limit(timeline)) if timeline else []
+    found = await checkpoints(store, run_id, are_present=True)
     last = (row["checkpoint"] or {}).get("uri")
     fields = {
         **views.run_fields(row),

@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
+from contracts.base import Fact
+from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngestFailed, DatasetProgress
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
@@ -37,11 +39,12 @@ from services.kit.settings import Settings
 from tests.client_address import serve_clients
 from tests.lives import supported
 from trainbus import AsyncClient
-from trainbus.client import run_list
+from trainbus.client import run_list, runs
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
 from trainbus.client.run_filter import RunFilter
-from trainbus.client.runs import follow_output
+from trainbus.client.runs import FollowedRun, follow_output
+from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
 from trainbus.commands import run_output, run_tables
 from trainbus.commands.options import parse_rank
@@ -113,6 +116,27 @@ async def test_everything_that_was_printed_comes_before_the_end(client: AsyncCli
     assert seen.index("three") < seen.index("exited") < seen.index("completed")
     assert seen.count("progress") == 2
     assert (last.state, last.step, last.total_steps, last.metrics) == ("completed", 20, 100, {"loss": 0.25})
+
+
+async def test_a_view_that_is_behind_its_facts_is_read_again(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end was stored while the view was read, which names it and does not have it yet."""
+    answers = [RunView(RUN, state="running", sequence=4), RunView(RUN, state="completed", sequence=4)]
+
+    async def read(*_: Any, **__: Any) -> RunView:
+        return answers.pop(0)
+
+    def stored(sequence: int, fact: Fact) -> StoredEvent:
+        return StoredEvent(sequence, fact.subject, Envelope(str(sequence), "test", fact.type, NOW), fact)
+
+    monkeypatch.setattr(runs, "read_run", read)
+    followed = FollowedRun(client.connection, RUN)
+    await followed.update([stored(3, EXITED)])
+    assert not followed.is_settled
+    await followed.update([stored(4, COMPLETED)])
+    assert followed.is_settled
+    assert answers == []
 
 
 async def test_a_followed_run_is_printed(client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:

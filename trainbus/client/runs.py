@@ -101,7 +101,7 @@ class FollowedRun:
         fresh = [each.sequence for each in batch if isinstance(each.event, run.RunFact)]
         self._last = max([self._last, *fresh])
         self._patience = PATIENCE if fresh else self._patience - 1
-        if self.view.sequence < self._last and self._patience > 0:
+        if fresh or (self.view.sequence < self._last and self._patience > 0):
             self.view = await read_run(self._connection, self.view.run_id, timeline=0)
 
     @property

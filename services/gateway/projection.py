@@ -36,7 +36,7 @@ REFOLD_BATCH = 2000
 #: How often a projection that has caught up checks whether another instance has rewound it.
 REWIND_CHECK_S = 1.0
 #: Seconds between two looks whether the read model is this gateway's again.
-SUPERSEDED_S = 5.0
+SCHEMA_POLL_S = 5.0
 #: How long an answer may wait for the read model to hold what its client has published before.
 CATCH_UP_S = 2.0
 #: How long an event may take into the read model before it is asked whether it can be decoded at all.
@@ -96,7 +96,7 @@ class Projection:
         while True:
             if await self.store.has_own_tables():
                 return
-            await asyncio.sleep(SUPERSEDED_S)
+            await asyncio.sleep(SCHEMA_POLL_S)
 
     async def _run(self, stream: str, until_caught_up: bool) -> None:
         position = await self.store.position(stream)

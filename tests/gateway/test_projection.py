@@ -233,7 +233,7 @@ async def test_the_revisions_make_the_tables_of_the_store(gateway_settings: Gate
 async def test_a_gateway_writes_nothing_into_the_tables_of_a_later_one(
     bus: Bus, gateway_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.projection.SUPERSEDED_S", 0.05)
+    monkeypatch.setattr("services.gateway.projection.SCHEMA_POLL_S", 0.05)
     first, second = (RunAccepted(run_id=name, spec=SPEC, request_id=name, request_source="t") for name in ("r1", "r2"))
     async with running(gateway_settings) as gateway, Store(gateway_settings.database_url) as store:
         await publish(bus, first)

@@ -530,17 +530,19 @@ def _on_sharded(rows: Rows, fact: DatasetSharded) -> None:
         own, sizes = next(alike, None), None
     else:
         sizes = own.shard_bytes
-    found = DatasetIngested.model_validate(own.found) if own is not None else None
+    # As it was stored: a row that is validated again could stop the projection.
+    found: dict[str, Any] = own.found or {} if own is not None else {}
+    data = found.get("data", {})
     dataset = _row(
         Dataset,
         fact,
         s3_path=fact.manifest_uri.rsplit("/", 1)[0] + "/",
         created_at=fact.created_at.timestamp(),
         classes=list(fact.classes),
-        source=found.data.source if found else "",
-        format=found.data.format if found else None,
-        quarantined={kind.code: kind.count for kind in found.quarantined} if found else {},
-        fingerprint=found.fingerprint if found else fact.feature_store_version,
+        source=data.get("source", ""),
+        format=data.get("format", "auto") if found else None,
+        quarantined={kind["code"]: kind["count"] for kind in found.get("quarantined", ())},
+        fingerprint=own.fingerprint if own is not None else fact.feature_store_version,
         shard_bytes=sizes,
     )
     rows.datasets[fact.dataset_id] = dataset

@@ -10,8 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from contracts.events.checkpoint import CheckpointFile, Chunk
 
-#: The address of a manifest, with its run.
-MANIFEST_URI = re.compile(r"s3://[^/]+/[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g\d+\.json")
+#: The address of a manifest, with its run and generation.
+MANIFEST_URI = re.compile(
+    r"s3://[^/]+/[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json"
+)
 #: Folder in a checkpoint of a Task with what its model needs beside the weights (``Task.artifacts``).
 ARTIFACTS_FOLDER = "artifacts"
 #: The longest list of files that stands in a fact: 350 to 450 chunks. Each reader of a run decodes all of its facts.

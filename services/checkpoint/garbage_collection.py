@@ -107,7 +107,7 @@ class _Collection:
         for folder in folders:
             async for info in self._objects.list(f"{self._root}{folder}"):
                 if "/checkpoints/" in info.key and info.key.endswith(".json"):
-                    yield StoredManifest(info.uri, info.key, info.modified_at)
+                    yield StoredManifest(info.uri, info.modified_at)
 
     async def _list_folders(self, uri: str) -> AsyncIterator[str]:
         async for page in self._objects.list_pages(uri, by_folder=True):

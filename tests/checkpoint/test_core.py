@@ -267,7 +267,7 @@ def test_differences_of_two_states_are_named() -> None:
 
 
 def stored(uri: str, age_days: float) -> StoredManifest:
-    return StoredManifest(uri, uri.split("/", 3)[3], NOW - timedelta(days=age_days))
+    return StoredManifest(uri, NOW - timedelta(days=age_days))
 
 
 def fold(facts: list[tuple[Any, float]]) -> Ledger:

@@ -22,8 +22,9 @@ from contracts.events.checkpoint import (
     FileListing,
 )
 from contracts.events.run import RunAccepted, RunCancelled, RunFact, RunPlaced
+from contracts.manifest import MANIFEST_URI
 from contracts.spec.run import RunSpec
-from services.checkpoint.core.garbage import MANIFEST_KEY, StoredManifest, orphan_manifests
+from services.checkpoint.core.garbage import StoredManifest, orphan_manifests
 from services.checkpoint.core.ledger import Ledger
 from services.checkpoint.core.ledger_codec import LedgerRefused, decode, encode
 from services.checkpoint.core.retention import Holds
@@ -73,7 +74,7 @@ class WholeHistory:
                 uris[CheckpointDeleted].add(fact.uri)
         found = set()
         for uri in stored:
-            match = MANIFEST_KEY.match(uri.split("/", 3)[3])
+            match = MANIFEST_URI.fullmatch(uri)
             assert match is not None
             is_superseded = int(match["generation"]) < generation.get(match["run_id"], 0)
             is_committed = uri in uris.get(CheckpointCommitted, set())
@@ -210,7 +211,7 @@ def test_ledger_that_is_saved_between_decides_as_the_whole_history(seed: int, le
         }
         listings = {listing.uri for each in pending for listing in each.listings}
         assert (blobs, listings, {each.uri for each in ledger.committed_listings}) == whole.named(cutoff)
-        manifests = [StoredManifest(uri, uri.split("/", 3)[3], cutoff - GRACE) for uri in history.stored]
+        manifests = [StoredManifest(uri, cutoff - GRACE) for uri in history.stored]
         orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, cutoff)}
         assert orphans == whole.orphans(history.stored, cutoff)
         history.stored -= orphans

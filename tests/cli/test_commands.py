@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from contracts.events.train import TrainRequested
 from trainbus.client.client import AsyncClient, Client
 from trainbus.client.submission import SubmittedRun
+from trainbus.commands.catalogue import COMMANDS_BY_MODULE, load_commands
 from trainbus.commands.main import app
 
 RECORD = Path(__file__).with_name("commands.txt")
@@ -31,6 +34,18 @@ def list_commands(group: Any, path: str = "") -> Iterator[str]:
 
 def test_commands_and_flags_are_those_of_the_record() -> None:
     assert "\n".join(list_commands(typer.main.get_command(app))) == RECORD.read_text().strip()
+
+
+@pytest.mark.parametrize("module", COMMANDS_BY_MODULE)
+def test_the_catalogue_has_the_commands_of_each_module(module: str) -> None:
+    assert tuple(load_commands(module)) == COMMANDS_BY_MODULE[module]
+
+
+def test_a_command_is_imported_without_the_others() -> None:
+    script = "import sys; from trainbus.commands.main import app; app(['nodes', '--help'], standalone_mode=False)"
+    listing = "print([name for name in sys.modules if name in ('contracts.base', 'trainbus.commands.stack')])"
+    done = subprocess.run([sys.executable, "-c", f"{script}; {listing}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_version_is_that_of_the_package() -> None:

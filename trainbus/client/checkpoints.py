@@ -13,10 +13,8 @@ from contracts.events import checkpoint
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
-from contracts.manifest import blobs_of_files, files_of
+from contracts.manifest import blobs_of_files, files_of, run_of_manifest
 from contracts.spec.run import RunSpec
-from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.store.uris import split_uri
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.run_list import find_run
@@ -177,8 +175,8 @@ async def find_checkpoint(connection: Connection, target: str) -> StoredCheckpoi
     if target.startswith(MODEL_SCHEME):
         target = await _find_champion(connection, target)
     if target.startswith("s3://"):
-        match = MANIFEST_KEY.match(split_uri(target)[1]) if "/" in target[5:] else None
-        stored = (await read_checkpoints(connection, match["run_id"])).get(target) if match else None
+        run_id = run_of_manifest(target)
+        stored = (await read_checkpoints(connection, run_id)).get(target) if run_id is not None else None
         if stored is None:
             raise NotFoundError(f"{target} is no committed checkpoint, or was deleted: `trainbus checkpoints ls RUN`")
         return stored

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_SHOWN = 40
 
 app = typer.Typer(
+    name="checkpoints",
     no_args_is_help=True,
     help="A run's checkpoints: list, verify, pin, fetch and compare them, start a new run from one.",
 )

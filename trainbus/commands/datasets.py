@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.client.datasets import Verification
 
-app = typer.Typer(help="Datasets: list, show, verify and compare them, make one, print their lineage.")
+app = typer.Typer(
+    name="datasets",
+    help="Datasets: list, show, verify and compare them, make one, print their lineage.",
+)
 
 
 @app.callback(invoke_without_command=True)

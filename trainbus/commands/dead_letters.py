@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainbus.operate.connection import Connection
 
 app = typer.Typer(
+    name="dead-letters",
     no_args_is_help=True,
     help="Messages that a service could not handle: list, show, retry and drop them.",
 )

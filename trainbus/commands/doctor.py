@@ -32,7 +32,7 @@ from trainbus.client.address import (
 )
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
-from trainbus.commands.options import open_bus, run
+from trainbus.commands.options import open_bus, run_quietly
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.layout import AUTOSCALER, SERVICES, WORKER
 from trainbus.embedded.servers import ServerError, find_binary
@@ -199,7 +199,7 @@ def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
     for each in processes:
         yield _service(each["name"], each["url"], each["log"])
     if nats.grade == "ok":
-        yield from run(_check_bus(address, {each["service"] for each in processes}))
+        yield from run_quietly(_check_bus(address, {each["service"] for each in processes}))
     if address.gateway_url:
         yield _http("gateway's page", address.gateway_url, "start it: trainbus service gateway")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from contracts.formats import plural
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir
 from trainbus.commands.progress import byte_bar
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def put(
 
     address = find_address(choose_data_dir(data_dir, stack))
     with byte_bar("sending", quiet=as_json) as advance:
-        found = run(put_files(address, path, uri, advance))
+        found = asyncio.run(put_files(address, path, uri, advance))
     if as_json:
         print(render.as_json(found))
     else:
@@ -69,7 +70,7 @@ def ls(
     from trainbus.client.address import find_address
 
     address = find_address(choose_data_dir(data_dir, stack))
-    run(_list(address, uri, recursive, limit, cursor, as_json))
+    asyncio.run(_list(address, uri, recursive, limit, cursor, as_json))
 
 
 async def _list(

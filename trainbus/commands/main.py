@@ -1,8 +1,7 @@
-"""The ``trainbus`` command. Every command imports what it needs when it runs, so that help is quick."""
+"""The ``trainbus`` command. A command is imported when it is called, and what it needs when it runs: all are quick."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from typing import Annotated
@@ -10,24 +9,8 @@ from typing import Annotated
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands import (
-    checkpoints,
-    cluster,
-    datasets,
-    dead_letters,
-    lake,
-    models,
-    policy,
-    render,
-    replay,
-    report,
-    results,
-    runs,
-    scheduler,
-    stack,
-    trace,
-    tune,
-)
+from trainbus.commands import render
+from trainbus.commands.catalogue import CatalogueGroup
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -35,24 +18,17 @@ OUR_PACKAGES = ("contracts", "services", "trainbus")
 
 app = typer.Typer(
     name="trainbus",
+    cls=CatalogueGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (stack, runs, results, report, trace, lake, cluster):
-    app.add_typer(group.app)
-app.add_typer(tune.app, name="tune", rich_help_panel="Runs")
-app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
-app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
-app.add_typer(models.app, name="models", rich_help_panel="Runs")
-app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
-app.add_typer(policy.app, name="policy", rich_help_panel="Cluster")
-app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
-app.add_typer(replay.app, name="replay", rich_help_panel="Cluster")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata
+
         print(f"trainbus {importlib.metadata.version('trainbus')}")
         raise typer.Exit
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.client.models import ModelRecord
 
-app = typer.Typer(help="Models: list and show them, promote, roll back, approve, stage, and set their gates.")
+app = typer.Typer(
+    name="models",
+    help="Models: list and show them, promote, roll back, approve, stage, and set their gates.",
+)
 
 
 def _check_name(name: str) -> str:

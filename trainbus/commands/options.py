@@ -72,16 +72,11 @@ def choose_data_dir(data_dir: Path | None, stack: str | None) -> Path | None:
     return find_named_data_dir(stack)
 
 
-def silence_logs() -> None:
-    """Keep the services' modules from logging: a command prints its answer only."""
+def run_quietly(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end; what it uses of the services logs nothing, for a command prints its answer only."""
     import structlog
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end."""
-    silence_logs()
     return asyncio.run(work)
 
 
@@ -93,7 +88,7 @@ def with_client(data_dir: Path | None, work: Callable[[AsyncClient], Awaitable[T
         async with AsyncClient(data_dir) as client:
             return await work(client)
 
-    return run(run_connected())
+    return asyncio.run(run_connected())
 
 
 def with_bus(data_dir: Path | None, work: Callable[[Connection], Awaitable[T]]) -> T:
@@ -104,7 +99,7 @@ def with_bus(data_dir: Path | None, work: Callable[[Connection], Awaitable[T]]) 
         async with open_bus(find_address(data_dir)) as bus:
             return await work(bus)
 
-    return run(run_connected())
+    return run_quietly(run_connected())
 
 
 def open_bus(address: StackAddress) -> AbstractAsyncContextManager[Connection]:

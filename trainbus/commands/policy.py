@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
 
 app = typer.Typer(
-    no_args_is_help=True, help="The scheduler's policy: show it, compare another one with it, adopt that one."
+    name="policy",
+    no_args_is_help=True,
+    help="The scheduler's policy: show it, compare another one with it, adopt that one.",
 )
 
 PolicyFile = Annotated[str, typer.Argument(metavar="FILE", help="A file (TOML or JSON), or the name of a preset.")]

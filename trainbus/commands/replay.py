@@ -10,9 +10,9 @@ import typer
 
 from trainbus.client.errors import UsageError
 from trainbus.commands import render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, run_quietly
 
-app = typer.Typer()
+app = typer.Typer(name="replay")
 
 
 @app.callback(invoke_without_command=True)
@@ -44,7 +44,7 @@ def _print_rebuilt(start: str | None, data_dir: Path | None, *, as_json: bool) -
             sequence, moment = (int(start), None) if start.isdigit() else (None, datetime.fromisoformat(start))
         except ValueError as error:
             raise UsageError(f"--from {start!r} is neither a sequence number nor an ISO 8601 time") from error
-    done = run(rebuild_read_model(address, from_sequence=sequence, from_time=moment))
+    done = run_quietly(rebuild_read_model(address, from_sequence=sequence, from_time=moment))
     if as_json:
         print(render.as_json(done))
     else:
@@ -70,7 +70,7 @@ def replay_tracking(
     from trainbus.client.address import find_address
     from trainbus.operate.tracking_copy import write_tracking
 
-    summary = run(write_tracking(find_address(choose_data_dir(data_dir, stack)), into, artifacts))
+    summary = run_quietly(write_tracking(find_address(choose_data_dir(data_dir, stack)), into, artifacts))
     if as_json:
         found = {"runs": summary.runs, "promotions": summary.promotions, "problems": list(summary.problems)}
         print(render.as_json({**found, "into": into}))

@@ -11,7 +11,7 @@ import typer
 from contracts.formats import plural
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import policy, render
-from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run, with_bus
+from trainbus.commands.options import DataDir, Json, StackName, choose_data_dir, command, run_quietly, with_bus
 from trainbus.commands.policy import Settings, load_policy
 from trainbus.commands.times import parse_duration, parse_time
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 STATE_TIMEOUT_S = 5.0
 
 app = typer.Typer(
+    name="scheduler",
     help="The scheduler: its state; replay its decisions, try other nodes and policies, shadow it.",
 )
 # As it was called before it had a place of its own.
@@ -46,7 +47,7 @@ def _with_log(path: Path | None, data_dir: Path | None, work: Callable[[FactLog]
     async def read_bus(bus: Connection) -> T:
         return await work(await BusLog.open(bus))
 
-    return run(read_file()) if path is not None else with_bus(data_dir, read_bus)
+    return run_quietly(read_file()) if path is not None else with_bus(data_dir, read_bus)
 
 
 @app.callback(invoke_without_command=True)

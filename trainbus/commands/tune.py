@@ -29,6 +29,7 @@ class DefaultCommandGroup(typer.core.TyperGroup):
 
 
 app = typer.Typer(
+    name="tune",
     cls=DefaultCommandGroup,
     no_args_is_help=True,
     help="Search for hyper-parameters: `trainbus tune FILE` begins a study.",

@@ -20,15 +20,12 @@ What makes it safe, although blobs are shared by content across runs and uploads
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from contracts.manifest import files_of
+from contracts.manifest import MANIFEST_URI, files_of
 from services.checkpoint.core.ledger import Ledger
-
-MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,6 @@ class StoredManifest:
     """A manifest in the store."""
 
     uri: str
-    key: str
     modified_at: datetime
 
 
@@ -47,7 +43,7 @@ def orphan_manifests(manifests: Iterable[StoredManifest], ledger: Ledger, cutoff
     """
     orphans = []
     for manifest in manifests:
-        match = MANIFEST_KEY.match(manifest.key)
+        match = MANIFEST_URI.fullmatch(manifest.uri)
         if match is None or manifest.modified_at >= cutoff or manifest.uri in ledger.holds:
             continue
         is_superseded = ledger.is_superseded(match["run_id"], int(match["generation"]))

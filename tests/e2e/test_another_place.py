@@ -27,7 +27,7 @@ MAX_CLIENT_BYTES = 60_000_000
 #: What no client may bring: each is larger than all of it may be, or belongs to a service.
 HEAVY = {
     "torch", "numpy", "pyarrow", "mlflow", "aioboto3", "botocore", "faststream", "fastapi", "nats-py",
-    "sqlalchemy", "polars",
+    "sqlalchemy", "polars", "structlog", "prometheus-client", "pydantic-settings", "blake3", "google-re2",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import getpass
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
@@ -74,9 +74,10 @@ def choose_data_dir(data_dir: Path | None, stack: str | None) -> Path | None:
 
 def run_quietly(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end; what it uses of the services logs nothing, for a command prints its answer only."""
-    import structlog
+    with suppress(ModuleNotFoundError):  # the client alone is installed: it has no services
+        import structlog
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     return asyncio.run(work)
 
 

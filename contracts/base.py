@@ -68,8 +68,12 @@ def ingestion_id_for(source: str, event_id: str) -> str:
 
 
 def request_id_for(source: str, request_type: str, event_id: str) -> str:
-    """Return the id under which a request is answered that is refused."""
-    return "q" + short_hash(source, request_type, event_id)
+    """Return the id under which a request is answered that is refused.
+
+    It is that of version 1 for every version of the type: a request that comes again is one request, even if services
+    were updated meanwhile.
+    """
+    return "q" + short_hash(source, f"{request_type.rpartition('.')[0]}.v1", event_id)
 
 
 def token(name: str) -> str:
@@ -111,11 +115,11 @@ class Request(Event):
 
     verb: ClassVar[str]
 
-    def __init_subclass__(cls, verb: str | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, verb: str | None = None, version: int = 1, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if verb is not None:
             cls.verb = verb
-            cls.type = f"trainbus.{verb}.requested.v1"
+            cls.type = f"trainbus.{verb}.requested.v{version}"
 
     @classmethod
     def subject_filter(cls) -> str:

@@ -1,7 +1,7 @@
-"""Events of an earlier version that logs still hold: what they were, and the event that each of them is read as.
+"""Events of an earlier version that streams still hold: what they were, and the event that each of them is read as.
 
-Nothing publishes them any more, and no other module knows them: whoever reads gets the present event. ``BY_TYPE`` does
-not list them.
+``EARLIER_EVENTS`` lists them; ``BY_TYPE`` of ``contracts.events`` lists the present ones. No other module knows the
+earlier ones: readers get the present event, and nothing publishes another.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from contracts import subjects
 from contracts.base import Event, Fact, Token, token
 from contracts.events import BY_TYPE
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import DecisionRecord, GenerationFact, RunStopping, StopReason
+from contracts.events.train import AdoptPolicyRequested
+from contracts.lenient import Lenient
+from contracts.scheduling import EARLIER_PREEMPTION, Policy, Preemption, rename_setting
 
 
 class RunPreempting(GenerationFact, fact="preempting"):
@@ -73,17 +77,55 @@ def _to_stopping(old: RunPreempting) -> RunStopping:
     return RunStopping(**same, reason=stop_reason(old), message=old.reason)
 
 
+class PolicyV1(Policy):
+    """A policy whose section ``preemption`` is called ``reclaim``."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    preemption: Preemption = Field(Preemption(), alias=EARLIER_PREEMPTION)
+
+
+class PolicyAdoptedV1(PolicyAdopted, fact="adopted", version=1):
+    """The scheduler decides by this policy from its next cycle on."""
+
+    policy: Lenient[PolicyV1]
+
+
+class AdoptPolicyRequestedV1(AdoptPolicyRequested, verb="adopt_policy", version=1):
+    """Decide by this policy from the next scheduling cycle on."""
+
+    policy: PolicyV1
+
+
+def _to_policy(old: PolicyV1) -> Policy:
+    # Without its rules: one that was recorded may break a rule of today.
+    return Policy.model_construct(**{name: getattr(old, name) for name in old.model_fields_set})
+
+
+def _to_adopted(old: PolicyAdoptedV1) -> PolicyAdopted:
+    same = {name: getattr(old, name) for name in old.model_fields_set}
+    settings = tuple(map(rename_setting, old.settings))
+    return PolicyAdopted(**same | {"policy": _to_policy(old.policy), "settings": settings})
+
+
+def _to_adopt_policy(old: AdoptPolicyRequestedV1) -> AdoptPolicyRequested:
+    same = {name: getattr(old, name) for name in old.model_fields_set}
+    return AdoptPolicyRequested(**same | {"policy": _to_policy(old.policy)})
+
+
 class EarlierEvent(NamedTuple):
     """An event of an earlier version: its class, the one that it is read as, and how."""
 
-    recorded: type[Fact]
-    current: type[Fact]
-    upgrade: Callable[[Any], Fact]
+    recorded: type[Event]
+    current: type[Event]
+    upgrade: Callable[[Any], Event]
 
 
 #: By the type under which they are stored.
 EARLIER_EVENTS: dict[str, EarlierEvent] = {
     RunPreempting.type: EarlierEvent(RunPreempting, RunStopping, _to_stopping),
+    PolicyAdoptedV1.type: EarlierEvent(PolicyAdoptedV1, PolicyAdopted, _to_adopted),
+    AdoptPolicyRequestedV1.type: EarlierEvent(AdoptPolicyRequestedV1, AdoptPolicyRequested, _to_adopt_policy),
 }
 
 
@@ -112,12 +154,14 @@ def read_data(event_type: str, data: Any, extra: Literal["ignore"] | None = None
 def stored_subject(event: Event, event_type: str) -> str:
     """Return the subject that an event read from ``event_type`` was published on."""
     old = EARLIER_EVENTS.get(event_type)
-    if old is None or not isinstance(event, Fact):
+    if old is None:
         return event.subject
-    return subjects.fact(old.recorded.aggregate, token(event.aggregate_id), old.recorded.fact)
+    if issubclass(old.recorded, Fact) and isinstance(event, Fact):
+        return subjects.fact(old.recorded.aggregate, token(event.aggregate_id), old.recorded.fact)
+    return old.recorded.subject_filter()
 
 
 def subject_filters(event: type[Event]) -> tuple[str, ...]:
-    """Return the subjects that carry every event of a class, those of earlier versions too."""
+    """Return the subjects that carry every event of a class, those of earlier versions too; each once."""
     earlier = (old.recorded.subject_filter() for old in EARLIER_EVENTS.values() if old.current is event)
-    return (event.subject_filter(), *earlier)
+    return tuple(dict.fromkeys((event.subject_filter(), *earlier)))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from datetime import datetime
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AwareDatetime, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, AwareDatetime, Field, model_validator
 
 from contracts.base import check_time
 from contracts.grace import NOTICE_MARGIN_S
@@ -27,6 +28,13 @@ OrderKey = Literal[
     "even-wait",
     "submitted",
 ]
+#: What ``preemption`` was called once: files, settings and requests may still name it so.
+EARLIER_PREEMPTION = "reclaim"
+
+
+def rename_setting(setting: str) -> str:
+    """Return a setting, as ``order.skip=true``, with the present name of its section."""
+    return re.sub(rf"^\s*{EARLIER_PREEMPTION}(?=[.\s=])", "preemption", setting)
 
 
 class LeastAttained(SpecPart):
@@ -156,7 +164,7 @@ class Maintenance(SpecPart):
         return self
 
 
-class Reclaim(SpecPart):
+class Preemption(SpecPart):
     """For whom slots are taken from runs that have them."""
 
     #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
@@ -273,16 +281,26 @@ class Policy(SpecPart):
     place: Place = Place()
     reserve: Reserve = Reserve()
     maintenance: tuple[Maintenance, ...] = ()
-    reclaim: Reclaim = Reclaim()
+    preemption: Preemption = Field(Preemption(), validation_alias=AliasChoices("preemption", EARLIER_PREEMPTION))
     elastic: Elastic = Elastic()
     predict: Predict = Predict()
     pools: Pools = Pools()
     faults: Faults = Faults()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_one_preemption(cls, data: Any) -> Any:
+        if isinstance(data, dict) and {"preemption", EARLIER_PREEMPTION} <= data.keys():
+            raise ValueError(f"{EARLIER_PREEMPTION} is the earlier name of preemption: give only preemption")
+        return data
+
     @cached_property
     def digest(self) -> str:
         """What decisions name it by: a hash of its canonical JSON."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        content = self.model_dump(mode="json")
+        # The digest outlives names: logs hold the digests of policies whose section was called so.
+        content[EARLIER_PREEMPTION] = content.pop("preemption")
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def covers(self, at: datetime) -> tuple[Maintenance, ...]:

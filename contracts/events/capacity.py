@@ -35,7 +35,9 @@ class CapacityWanted(
 PolicyOrigin = Literal["default", "setting", "request"]
 
 
-class PolicyAdopted(Fact, aggregate="policy", fact="adopted", id_field="digest", occurrence="after_sequence"):
+class PolicyAdopted(
+    Fact, aggregate="policy", fact="adopted", id_field="digest", occurrence="after_sequence", version=2
+):
     """The scheduler decides by this policy from its next cycle on, whichever of its processes leads."""
 
     digest: Token

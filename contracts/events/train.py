@@ -168,7 +168,7 @@ class UndrainRequested(Request, verb="undrain"):
     user: str | None = Field(None, max_length=200)
 
 
-class AdoptPolicyRequested(Request, verb="adopt_policy"):
+class AdoptPolicyRequested(Request, verb="adopt_policy", version=2):
     """Decide by this policy from the next scheduling cycle on."""
 
     policy: Policy

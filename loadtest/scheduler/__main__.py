@@ -183,7 +183,7 @@ def speed(bench: Bench) -> Iterator[Line]:
     yield Line("placements, 10,000 queued, 2,000 GPUs", f"{rate:,.0f}/s", ">= 1,000/s", 1000 / rate)
     for name, label, most, unit in (
         ("submit_to_placed_p99_ms", "submit to placed at 50/s, p99", 50, "ms"),
-        ("reclaim_decided_s", "reclaim of 2,000 GPUs decided", 2, "s"),
+        ("reclaim_decided_s", "preemption of 2,000 GPUs decided", 2, "s"),
         ("infeasible_explained_s", "infeasible gang explained", 1, "s"),
     ):
         yield Line(label, f"{found[name]:.2f} {unit}", f"<= {most} {unit}", found[name] / most)

@@ -21,7 +21,7 @@ from typing import Any
 
 from contracts.base import Fact
 from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunReleased, RunStopping
-from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim, Reserve
+from contracts.scheduling import Admit, FairShare, Order, Policy, Preemption, Quota, Reserve
 from contracts.spec.resources import Slots
 from contracts.spec.run import Code, RunSpec
 from contracts.spec.training import Training
@@ -252,8 +252,8 @@ def main() -> None:
     if arguments.compare:
         ways["any that fits"] = policy_of(half_life_s, skip=True)
         ways["EASY backfill"] = policy_of(half_life_s, reserve=Reserve(backfill="easy"))
-        taking = Reclaim(by=("fair-share",), min_run_s=60.0)
-        ways["preempting larger shares"] = policy_of(half_life_s, skip=True, reclaim=taking)
+        larger_shares = Preemption(by=("fair-share",), min_run_s=60.0)
+        ways["preempting larger shares"] = policy_of(half_life_s, skip=True, preemption=larger_shares)
     rows: list[tuple[str, str, str]] = []
     figures: dict[str, Any] = {}
     for name, policy in ways.items():

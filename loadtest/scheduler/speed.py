@@ -1,11 +1,11 @@
-"""How fast the real service places, reclaims and explains, over a real nats-server, with played agents.
+"""How fast the real service places, preempts and explains, over a real nats-server, with played agents.
 
     python -m loadtest.scheduler.speed [--runs 20000] [--only large]
 
 The service, the server and the agents are processes of their own on this machine; everything is measured on the
 server's clock. Targets: at least 1,000 placements a second while 10,000 runs are queued on 2,000 GPUs; submit to placed
-p99 at most 50 ms at 50 requests a second; a reclaim of 2,000 GPUs decided within 2 s; an infeasible gang explained
-within 1 s. Each figure stands beside what the bare server takes from one client in the same run.
+p99 at most 50 ms at 50 requests a second; a preemption of 2,000 GPUs decided within 2 s; an infeasible gang
+explained within 1 s. Each figure stands beside what the bare server takes from one client in the same run.
 """
 
 from __future__ import annotations
@@ -120,13 +120,14 @@ class Trial:
         more = ("--nats", self.server.url, *arguments)
         return process("loadtest.scheduler.players", *more, log=self.server.folder / "players.log")
 
-    async def reclaim(self) -> Figures:
+    async def preemption(self) -> Figures:
         """Everything is held by small runs; a gang of higher priority wants all of it."""
         low = set(await self.send([body(f"low{n}") for n in range(NODES * SLOTS)]))
         await self.all_stored("placed", low, "everything to be held")
         await asyncio.sleep(1.0)
         ((_, at),) = (await self.send([body("high", NODES * SLOTS, 100)])).items()
-        await self.all_stored("stopping", low, "the reclaim")
+        await self.all_stored("stopping", low, "the preemption")
+        # (The name under which results are on file.)
         return {"reclaim_decided_s": max(self.stored("stopping", low)) - at}
 
     async def infeasible(self) -> Figures:
@@ -166,9 +167,9 @@ async def small(given: argparse.Namespace, server: NatsServer) -> Figures:
                 figures |= await current.latency(given.requests, given.rate)
                 log.print("burst")
                 figures |= await current.burst(given.burst)
-            log.print("infeasible gang, reclaim")
+            log.print("infeasible gang, preemption")
             figures |= await current.infeasible()
-            figures |= await current.reclaim()
+            figures |= await current.preemption()
     return figures
 
 
@@ -197,7 +198,7 @@ def rows(figures: Figures) -> list[tuple[str, str, str]]:
         ("requests_answered_per_s", "requests answered", "{:,.0f}/s", "", None),
         ("submit_to_placed_p50_ms", "submit to placed, p50", "{:.1f} ms", "", None),
         ("submit_to_placed_p99_ms", "submit to placed, p99", "{:.1f} ms", "<= 50 ms", lambda v: v / 50),
-        ("reclaim_decided_s", "2,000-GPU reclaim decided", "{:.2f} s", "<= 2 s", lambda v: v / 2),
+        ("reclaim_decided_s", "2,000-GPU preemption decided", "{:.2f} s", "<= 2 s", lambda v: v / 2),
         ("infeasible_explained_s", "infeasible gang explained", "{:.3f} s", "<= 1 s", lambda v: v),
         ("resident_mb_queued", "memory with the queue", "{:.0f} MB", "<= 300 MB", lambda v: v / 300),
         ("service_cpu_ms_per_placement", "service's time a placement", "{:.2f} ms", "", None),

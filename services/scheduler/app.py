@@ -78,7 +78,7 @@ class SchedulerSettings(Settings):
 #: Setting -> the part of the policy that it belongs to.
 _PARTS = {
     "resize_interval_s": "elastic",
-    "resume_cost_s": "reclaim",
+    "resume_cost_s": "preemption",
     "start_deadline_s": "faults",
     "release_deadline_s": "faults",
     "max_infrastructure_failures": "faults",

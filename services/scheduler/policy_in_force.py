@@ -15,7 +15,7 @@ class PolicyInForce:
     """Finds the policy to decide by, and what the leader has to adopt for that."""
 
     def __init__(self, given: Policy | None = None, changes: Sequence[str] = ()) -> None:
-        """``changes`` (``reclaim.resume_cost_s=1``) are made to the default policy; a given one has them already.
+        """``changes`` (``preemption.resume_cost_s=1``) are made to the default policy; a given one has them already.
 
         Raises:
             policies.PolicyError: a change is not valid.

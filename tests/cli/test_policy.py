@@ -103,7 +103,7 @@ async def test_a_policy_that_would_preempt_or_fail_runs_says_so(
         await until(bus, f"run.{low}.placed")
         high = await request(bus, "train", {**COMMAND, "priority": 5}, "high")
         await until(bus, f"run.{high}.waiting")
-        result = await line.run("diff", "fifo", "--set", 'order.by=["priority"]', "--set", 'reclaim.by=["priority"]')
+        result = await line.run("diff", "fifo", "--set", 'order.by=["priority"]', "--set", 'preemption.by=["priority"]')
         row = next(each for each in result.stdout.splitlines() if low in each)
         assert "preempted" in row
 
@@ -137,7 +137,8 @@ async def test_errors_name_the_file_the_place_and_what_to_change(
     for text, words in (
         ("[order\nskip = true\n", "line 1"),
         ("[order]\nskipp = true\n", "order.skipp: unknown field: did you mean order.skip"),
-        ("[reclaim]\nmin_run_s = -1\n", "reclaim.min_run_s"),
+        ("[preemption]\nmin_run_s = -1\n", "preemption.min_run_s"),
+        ("[preemption]\nby = []\n[reclaim]\nby = []\n", "reclaim is the earlier name of preemption"),
     ):
         file.write_text(text)
         result = await line.run("apply", str(file), "--reason", "x", "--yes")

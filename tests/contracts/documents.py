@@ -48,7 +48,10 @@ def asyncapi() -> Json:
     operations: Json = {}
     messages: Json = {}
     for event in (*BY_TYPE.values(), *EARLIER):
-        name = event.type.removeprefix("trainbus.").rpartition(".")[0].replace(".", "_")
+        typed = event.type.removeprefix("trainbus.").replace(".", "_")
+        channel = typed.rpartition("_")[0]
+        # An earlier version of an event may share its subject: it is another message of that channel.
+        name = typed if channel in channels else channel
         messages[name] = {
             "name": event.type,
             "title": event.__name__,
@@ -60,16 +63,17 @@ def asyncapi() -> Json:
                 "schema": {"$ref": f"./schemas/{event.type}.json"},
             },
         }
-        channels[name] = {
+        described = {
             "address": _address(event),
             "description": f"Stream {topology.stream_of(event).name}: {topology.stream_of(event).doc}",
             "parameters": {"id": {"description": "The aggregate's id"}} if "*" in event.subject_filter() else {},
-            "messages": {name: {"$ref": f"#/components/messages/{name}"}},
+            "messages": {},
         }
+        channels.setdefault(channel, described)["messages"][name] = {"$ref": f"#/components/messages/{name}"}
         # From the user's side: requests are what trainbus receives, facts what it sends.
-        operations[name] = {
+        operations[channel] = {
             "action": "receive" if issubclass(event, Request) else "send",
-            "channel": {"$ref": f"#/channels/{name}"},
+            "channel": {"$ref": f"#/channels/{channel}"},
         }
     return {
         "asyncapi": "3.0.0",
@@ -104,8 +108,9 @@ def events_table() -> str:
         producers = ", ".join(name for name in topology.producers_of(event) if name != "gateway")
         rows.append(f"| `{event.subject_filter()}` | {producers} | {readers} | {stream.retention} |")
     for old in EARLIER_EVENTS.values():
-        stream, now = topology.stream_of(old.recorded), old.current.subject_filter()
-        rows.append(f"| `{old.recorded.subject_filter()}` | earlier versions | read as `{now}` | {stream.retention} |")
+        then, now = (f"`{each.subject_filter()}` (`.{each.type.rpartition('.')[2]}`)" for each in old[:2])
+        retention = topology.stream_of(old.recorded).retention
+        rows.append(f"| {then} | earlier versions | read as {now} | {retention} |")
     requests, facts = (topology.compatibility_of(events[0]) for events in (REQUESTS, FACTS))
     return "\n".join([*rows, "", f"Within a version (`.v1`), of a request: {requests}. Of a fact: {facts}."])
 

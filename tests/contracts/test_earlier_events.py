@@ -10,11 +10,22 @@ from typing import Any, get_args
 import pytest
 
 from contracts import topology
-from contracts.base import Fact
-from contracts.earlier_events import EARLIER_EVENTS, RunPreempting, model_of, read_data, subject_filters
+from contracts.base import Fact, request_id_for
+from contracts.earlier_events import (
+    EARLIER_EVENTS,
+    AdoptPolicyRequestedV1,
+    PolicyAdoptedV1,
+    RunPreempting,
+    model_of,
+    read_data,
+    subject_filters,
+)
 from contracts.envelope import EnvelopeError, InvalidData, RawMessage, decode, encode, fact_envelope, type_for_subject
 from contracts.events import BY_NAME, BY_TYPE
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import BREAKS, NODE_FAULTS, RunPlaced, RunStopping, StopReason, queue_reason_of
+from contracts.events.train import AdoptPolicyRequested
+from contracts.scheduling import Policy, Preemption
 from services.scheduler.core.fold import fold
 from tests.scheduler.snapshot_format import FACTS
 
@@ -132,6 +143,56 @@ def test_data_of_version_1_is_checked_as_such() -> None:
     assert [field for field, _ in raised.value.problems] == ["queue_reason"]
 
 
+def test_an_adoption_of_version_1_is_read_with_its_preemption() -> None:
+    policy = {"name": "team", "reclaim": {"min_run_s": 600.0}}
+    old = PolicyAdoptedV1.model_validate({"digest": "d1", "policy": policy, "settings": ["reclaim.min_run_s=600"]})
+    assert "reclaim" in old.to_plain()["policy"]
+    envelope, event = decode(stored(old))
+    assert isinstance(event, PolicyAdopted)
+    assert event.policy == Policy(name="team", preemption=Preemption(min_run_s=600))
+    assert (event.digest, event.settings) == ("d1", ("preemption.min_run_s=600",))
+    assert (envelope.type, envelope.id) == (PolicyAdopted.type, event.event_id)
+    assert "reclaim" not in json.dumps(event.to_plain())
+
+
+def test_a_policy_of_version_1_that_breaks_a_rule_is_read() -> None:
+    event = read_data(PolicyAdoptedV1.type, {"digest": "d1", "policy": {"name": "", "reclaim": {"min_run_s": -1}}})
+    assert isinstance(event, PolicyAdopted)
+    assert (event.policy.name, event.policy.preemption.min_run_s) == ("", -1)
+
+
+@pytest.mark.parametrize("type_name", [AdoptPolicyRequestedV1.type, AdoptPolicyRequested.type, ""])
+def test_a_request_for_a_policy_is_read_by_its_earlier_name(type_name: str) -> None:
+    body = b'{"policy": {"reclaim": {"min_run_s": 600}}, "user": "ada"}'
+    headers = {"ce-id": "x", "ce-type": type_name}
+    envelope, event = decode(RawMessage("adopt_policy.requested", body, headers))
+    assert event == AdoptPolicyRequested(policy=Policy(preemption=Preemption(min_run_s=600)), user="ada")
+    assert envelope.type == AdoptPolicyRequested.type
+
+
+@pytest.mark.parametrize("type_name", [AdoptPolicyRequestedV1.type, AdoptPolicyRequested.type])
+def test_a_request_of_any_version_is_checked(type_name: str) -> None:
+    for policy, problem in (
+        ({"reclaim": {"min_run_s": -1}}, ("policy.reclaim.min_run_s", "must be at least 0.0, not -1")),
+        (
+            {"reclaim": {}, "preemption": {}},
+            ("policy", "reclaim is the earlier name of preemption: give only preemption"),
+        ),
+    ):
+        body = json.dumps({"policy": policy}).encode()
+        with pytest.raises(InvalidData) as raised:
+            decode(RawMessage("adopt_policy.requested", body, {"ce-id": "x", "ce-type": type_name}))
+        assert raised.value.problems == [problem]
+    with pytest.raises(EnvelopeError, match="is on another subject"):
+        decode(RawMessage("drain.requested", b'{"policy": {}}', {"ce-id": "x", "ce-type": type_name}))
+
+
+def test_a_request_is_answered_under_one_id_in_every_version() -> None:
+    ids = {request_id_for("a", kind.type, "1") for kind in (AdoptPolicyRequestedV1, AdoptPolicyRequested)}
+    # As it was before there were two.
+    assert ids == {"qja4r7ya4hkg3"}
+
+
 def test_earlier_events_are_not_among_todays() -> None:
     assert not EARLIER_EVENTS.keys() & BY_TYPE.keys()
     for name, earlier in EARLIER_EVENTS.items():
@@ -144,6 +205,8 @@ def test_earlier_events_are_not_among_todays() -> None:
 def test_filters_cover_the_subject_of_then() -> None:
     assert subject_filters(RunStopping) == ("run.*.stopping", "run.*.preempting")
     assert subject_filters(RunPlaced) == ("run.*.placed",)
+    assert subject_filters(PolicyAdopted) == ("policy.*.adopted",)
+    assert subject_filters(AdoptPolicyRequested) == ("adopt_policy.requested",)
     consumer = topology.Consumer("any", "FACTS", (RunPlaced, RunStopping), "")
     assert consumer.filters == ("run.*.placed", "run.*.stopping", "run.*.preempting")
 

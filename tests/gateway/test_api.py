@@ -40,7 +40,7 @@ from contracts.events.train import (
     RestoreRequested,
     UndrainRequested,
 )
-from contracts.scheduling import Policy
+from contracts.scheduling import Policy, Preemption
 from contracts.spec.gates import ModelGates
 from contracts.spec.study import StudySpec
 from services.gateway import commands
@@ -617,12 +617,17 @@ async def test_the_policy_is_shown_compared_and_adopted(gateway: Running, bus: B
     await publish(bus, fact)
     shown = await gateway.get("/policy")
     assert (shown["name"], shown["digest"], shown["user"]) == ("fifo", FIFO.digest, "ada")
-    assert Policy.model_validate(shown["policy"]) == FIFO
-    asked = {"policy": {"name": "team"}, "replaces": FIFO.digest, "reason": "quotas", "user": "bob"}
+    assert shown["policy"] == FIFO.model_dump(mode="json")
+    asked = {
+        "policy": {"name": "team", "reclaim": {"by": []}},
+        "replaces": FIFO.digest,
+        "reason": "quotas",
+        "user": "bob",
+    }
     for _ in range(2):
         answer = await gateway.client.put("/policy", json=asked, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 202
-    assert answer.json()["digest"] == Policy(name="team").digest
+    assert answer.json()["digest"] == Policy(name="team", preemption=Preemption(by=())).digest
     [stored] = await bus.read_history(subjects.request("adopt_policy"), stream="REQUESTS")
     assert stored.event == AdoptPolicyRequested.model_validate(asked)
     wrong = await gateway.client.put("/policy", json={"policy": {"order": {"skipp": True}}})

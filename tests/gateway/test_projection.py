@@ -24,7 +24,7 @@ from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import METADATA, PROJECTIONS, REVISION, ROWS, RUNS, ForeignSchema, ProjectionMoved, Store
 from services.kit.bus import Bus
-from tests.contracts.old_stops import as_version_1
+from tests.contracts.earlier_facts import as_version_1
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, Running, life, running
 from tests.kit.support import until as eventually
 

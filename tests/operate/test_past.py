@@ -16,13 +16,13 @@ from contracts.base import Fact, run_id_for
 from contracts.envelope import RawMessage
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunQueued, RunRejected, RunStopping, RunWaiting
-from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
+from contracts.scheduling import Order, Policy, Pool, Pools, Preemption
 from services.scheduler import policies
 from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
-from tests.contracts.old_stops import as_version_1
+from tests.contracts.earlier_facts import as_version_1
 from tests.scheduler.world import START, Chaos, World, spec
 from trainbus.operate.history.history import History, NodeKind, offered
 from trainbus.operate.history.log import Entry, LogError, line_of, parse
@@ -80,7 +80,8 @@ def test_a_log_of_version_1_is_decided_again_without_a_difference() -> None:
     for seed in range(5):
         log = lively(seed).log
         lines = [line_of(as_version_1(fact), sequence, time) for fact, sequence, time in log]
-        assert any("trainbus.run.preempting.v1" in line for line in lines)
+        for kind in ("trainbus.run.preempting.v1", "trainbus.policy.adopted.v1"):
+            assert any(kind in line for line in lines)
         entries = list(parse(lines))
         assert [entry.fact for entry in entries] == [entry.fact for entry in parse(line_of(*each) for each in log)]
         assert verify_log(entries)[1] == []
@@ -113,7 +114,7 @@ def test_no_policy_decides_by_anything_that_is_not_in_the_log(name: str) -> None
 @given(st.integers(0, 10_000))
 def test_policies_that_change_at_any_time_are_in_force_in_the_next_cycle(seed: int) -> None:
     """What a cycle has cached under the policy before changes no decision (``World.step``), nor does a replay."""
-    changes = ["faults.start_deadline_s=2", "reclaim.min_run_s=40", "reclaim.time_slice_s=3", "place.by=spread"]
+    changes = ["faults.start_deadline_s=2", "preemption.min_run_s=40", "preemption.time_slice_s=3", "place.by=spread"]
     presets = [policies.load(name) for name in policies.names()]
     world, rng = adopting(), random.Random(seed)
     chaos = Chaos(world, rng, policies=[*presets, *(policies.change(rng.choice(presets), [c]) for c in changes)])
@@ -441,7 +442,7 @@ def lived(jobs: int = 60, gpus: int = 16, policy: Policy | None = None) -> list[
     trace = generate.jobs(jobs, gpus, 7, per_node=8)
     simulate(
         trace,
-        policy or Policy(name="fifo", order=Order(by=("submitted",)), reclaim=Reclaim(by=())),
+        policy or Policy(name="fifo", order=Order(by=("submitted",)), preemption=Preemption(by=())),
         listeners=(lambda fact, sequence, now_s: lines.append(line_of(fact, sequence, at(now_s))),),
     )
     return list(parse(lines))
@@ -610,8 +611,8 @@ def test_nodes_as_they_are_typed() -> None:
 
 # -- a candidate beside ------------------------------------------------------------------------------
 
-STRICT = Policy(name="fifo", order=Order(by=("submitted",)), reclaim=Reclaim(by=()))
-SKIPPING = Policy(name="fifo-skip", order=Order(by=("submitted",), skip=True), reclaim=Reclaim(by=()))
+STRICT = Policy(name="fifo", order=Order(by=("submitted",)), preemption=Preemption(by=()))
+SKIPPING = Policy(name="fifo-skip", order=Order(by=("submitted",), skip=True), preemption=Preemption(by=()))
 
 
 def crossroads() -> World:

@@ -25,7 +25,7 @@ from trainbus.operate.simulation.report import EventLog, Recorder
 from trainbus.operate.simulation.traces import Job, Specs, Trace, TraceError, node, nodes_of
 
 FIFO = policies.load("fifo")
-LAS = policies.with_settings("least-attained", ["order.attained.levels_slot_s=[600]", "reclaim.quantum_s=60"])
+LAS = policies.with_settings("least-attained", ["order.attained.levels_slot_s=[600]", "preemption.quantum_s=60"])
 
 
 def played(trace: Trace, policy: Policy = FIFO, **more: Any) -> tuple[Recorder, dict[str, Any]]:

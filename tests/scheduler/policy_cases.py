@@ -54,8 +54,8 @@ class PolicyDraft:
         self.preempt_by: list[str] = []
         self.order: Settings = {"skip": True, "attained": {"levels_slot_s": (20.0, 100.0)}}
         self.order["even_wait"] = {"short_slot_s": 10.0, "advantage": 1.0, "margin_s": 20.0}
-        self.reclaim: Settings = {"quantum_s": rng.choice([0.0, 5.0]), "min_run_s": rng.choice([0.0, 0.0, 5.0])}
-        self.reclaim["resume_cost_s"] = 0.0
+        self.preemption: Settings = {"quantum_s": rng.choice([0.0, 5.0]), "min_run_s": rng.choice([0.0, 0.0, 5.0])}
+        self.preemption["resume_cost_s"] = 0.0
         self.place: Settings = {}
         self.parts: dict[str, Any] = {"elastic": {"resize_interval_s": 0.0}}
 
@@ -76,8 +76,8 @@ class PolicyDraft:
         if not self.by or self.rng.random() < 0.3:
             self.add_key(self.rng.choice(("submitted", "deadline")), preempts=False)
         order = {**self.order, "by": self.by}
-        reclaim = {**self.reclaim, "by": self.preempt_by}
-        return Policy.model_validate({"order": order, "reclaim": reclaim, "place": self.place, **self.parts})
+        preemption = {**self.preemption, "by": self.preempt_by}
+        return Policy.model_validate({"order": order, "preemption": preemption, "place": self.place, **self.parts})
 
 
 def _quotas(draft: PolicyDraft) -> None:
@@ -110,7 +110,7 @@ def _backfill(draft: PolicyDraft) -> None:
 
 def _unstable(draft: PolicyDraft) -> None:
     draft.add_key(draft.rng.choice(("least-attained", "even-wait")), preempts=False)
-    draft.reclaim["time_slice_s"] = 10.0
+    draft.preemption["time_slice_s"] = 10.0
 
 
 def _wait_limit(draft: PolicyDraft) -> None:
@@ -129,9 +129,9 @@ DRAFTS: dict[Feature, Callable[[PolicyDraft], Any]] = {
     Feature.LENDING: lambda draft: draft.add_quota(slots=draft.rng.randint(1, 4)),
     Feature.SLOT_HOURS: lambda draft: draft.add_quota(slot_hours=0.1, period_h=1.0),
     Feature.FAIR_SHARE: _fair_share,
-    Feature.OVERTAKERS: lambda draft: draft.reclaim.update(overtakers=True),
-    Feature.TURNS: lambda draft: draft.reclaim.update(time_slice_s=draft.rng.choice([5.0, 20.0])),
-    Feature.ASKS_TURNS: lambda draft: draft.reclaim.update(time_slice_s=draft.rng.choice([5.0, 20.0])),
+    Feature.OVERTAKERS: lambda draft: draft.preemption.update(overtakers=True),
+    Feature.TURNS: lambda draft: draft.preemption.update(time_slice_s=draft.rng.choice([5.0, 20.0])),
+    Feature.ASKS_TURNS: lambda draft: draft.preemption.update(time_slice_s=draft.rng.choice([5.0, 20.0])),
     Feature.PREEMPTION_BY_PRIORITY: lambda draft: draft.add_key("priority", preempts=True),
     Feature.PREEMPTION_BY_OTHER_KEYS: lambda draft: draft.add_key(draft.rng.choice(OTHER_KEYS), preempts=True),
     Feature.UNSTABLE_KEYS: _unstable,

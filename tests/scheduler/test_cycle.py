@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contracts.events.run import RunStopping, RunWaiting
-from contracts.scheduling import Elastic, Maintenance, Order, Policy, Reclaim
+from contracts.scheduling import Elastic, Maintenance, Order, Policy, Preemption
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
@@ -30,7 +30,7 @@ def one_node(policy: Policy | None = None, slots: int = 4) -> World:
 def test_an_ordering_policy_preempts_only_what_has_a_checkpoint_to_come_back_to(
     command: bool, is_preempted: bool
 ) -> None:
-    world = one_node(Policy(order=Order(by=("deadline",)), reclaim=Reclaim(by=("deadline",))))
+    world = one_node(Policy(order=Order(by=("deadline",)), preemption=Preemption(by=("deadline",))))
     world.accept("late", spec(4, command=command))
     world.settle()
     world.start("late")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contracts.events.run import RunPlaced, RunStopping
-from contracts.scheduling import Order, Policy, Reclaim
+from contracts.scheduling import Order, Policy, Preemption
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.steps import place, preempt
@@ -17,7 +17,7 @@ from tests.operate.test_past import lively, log_of
 from tests.scheduler.world import World, spec
 from trainbus.operate.history.verification import verify_log
 
-SKIPPING = Policy(order=Order(by=("priority",), skip=True), reclaim=Reclaim(by=("priority",)))
+SKIPPING = Policy(order=Order(by=("priority",), skip=True), preemption=Preemption(by=("priority",)))
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_each_in_line_waits_for_those_before() -> None:
 
 
 def test_a_higher_priority_starts_before() -> None:
-    made = world(slots=1, policy=Policy.model_validate({"reclaim": {"by": []}}))
+    made = world(slots=1, policy=Policy.model_validate({"preemption": {"by": []}}))
     submit(made, "holder")
     submit(made, "first")
     submit(made, "urgent", priority=5)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.events.run import RunPrepared
-from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
+from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Preemption
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.fold import fold
 from services.scheduler.core.order import even_wait, queue
@@ -25,7 +25,7 @@ HOUR = 3_600.0
 CONFIG = EvenWait(foresee=False, margin_s=10_000)
 POLICY = Policy(
     order=Order(by=("priority", "even-wait"), skip=True, even_wait=CONFIG),
-    reclaim=Reclaim(by=("priority", "even-wait"), quantum_s=300),
+    preemption=Preemption(by=("priority", "even-wait"), quantum_s=300),
 )
 
 
@@ -230,7 +230,7 @@ def test_any_history_keeps_the_invariants(seed: int, acts: int, foresee: bool) -
                 skip=True,
                 even_wait=EvenWait(short_slot_s=1, margin_s=20, foresee=foresee, advantage=2),
             ),
-            "reclaim": Reclaim(by=("priority", "even-wait"), quantum_s=1),
+            "preemption": Preemption(by=("priority", "even-wait"), quantum_s=1),
             "elastic": Elastic(resize_interval_s=0.5, grow_anyway_s=5),
             "faults": Faults(start_deadline_s=30),
         }

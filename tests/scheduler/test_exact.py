@@ -125,7 +125,7 @@ def test_a_run_from_a_checkpoint_is_placed_on_the_checkpoints_kind_of_machine() 
     assert nodes(world, "larger") == ["b2"]
 
 
-def test_slots_of_the_right_kind_are_reclaimed_and_no_others() -> None:
+def test_slots_of_the_right_kind_are_preempted_and_no_others() -> None:
     world = unlike()
     world.accept("on_b", spec(2, command=True))  # the tightest that fits
     world.accept("on_a", spec({"min": 1, "max": 3}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from contracts.base import request_id_for
+from contracts.earlier_events import AdoptPolicyRequestedV1
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from contracts.scheduling import Policy
@@ -137,6 +139,22 @@ async def test_a_request_that_another_instance_gets_again_is_answered_once(setti
     history = [each.event.digest for each in await bus.read_history(ADOPTED)]
     assert history == [FIFO.digest, SKIP.digest, FIFO.digest, SKIP.digest]
     assert len(await bus.read_history("request.*.refused")) == 2
+
+
+async def test_a_request_of_version_1_is_adopted(settings: Settings, bus: Bus) -> None:
+    headers = {"ce-id": "a1", "ce-source": SOURCE, "ce-type": AdoptPolicyRequestedV1.type}
+    policy = {"name": "team", "reclaim": {"min_run_s": 600}}
+    async with started(settings, policy="fifo"):
+        await until(bus, ADOPTED)
+        for event_id, replaces in (("a1", FIFO.digest), ("r1", FIFO.digest)):
+            data = json.dumps({"policy": policy, "replaces": replaces}).encode()
+            await bus.js.publish(AdoptPolicyRequested.subject_filter(), data, headers={**headers, "ce-id": event_id})
+        adopted = (await until(bus, ADOPTED, 2))[1].event
+        # Its sender computes where it is answered from the type that it knows.
+        refused = request_id_for(SOURCE, AdoptPolicyRequestedV1.type, "r1")
+        await until(bus, f"request.{refused}.refused")
+    assert adopted.policy.preemption.min_run_s == 600
+    assert adopted.request_id == request_id_for(SOURCE, AdoptPolicyRequestedV1.type, "a1")
 
 
 async def test_what_nobody_can_read_holds_up_no_adoption(settings: Settings, bus: Bus) -> None:

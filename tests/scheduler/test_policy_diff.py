@@ -68,7 +68,7 @@ def test_what_a_first_cycle_starts_a_second_one_preempts() -> None:
         world.accept(run_id, spec(slots, priority, command=True))
         world.settle()
     candidate = policies.change(world.policy, ["name=p", 'order.by=["priority"]', "order.skip=true"])
-    candidate = policies.change(candidate, ['reclaim.by=["priority"]'])
+    candidate = policies.change(candidate, ['preemption.by=["priority"]'])
     found = diff_policy(copy.deepcopy(world.cluster), world.now, world.policy, candidate)
     assert {row["run_id"]: [each["what"] for each in row["candidate"]] for row in found["runs"]} == {
         "small": ["placed", "preempted"],

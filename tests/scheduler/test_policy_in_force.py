@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.earlier_events import PolicyAdoptedV1, read_data
 from contracts.envelope import Envelope
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
@@ -22,10 +23,11 @@ from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.policy_in_force import PolicyInForce
 from services.scheduler.policy_requests import answer_adopt_policy
+from tests.contracts.earlier_facts import as_version_1
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 TEAM = Policy.model_validate({"name": "team", "admit": {"quotas": [{"team": "research", "slots": 1}]}})
-RESUME = "reclaim.resume_cost_s"
+RESUME = "preemption.resume_cost_s"
 #: What processes are started with: a policy, changes of the default, or neither.
 STARTS: tuple[tuple[Policy | None, tuple[str, ...]], ...] = (
     *((policies.load(name), ()) for name in ("default", "fifo", "fair-share")),
@@ -134,6 +136,22 @@ def test_a_policy_that_this_version_reads_otherwise_is_adopted_as_it_is_read() -
     assert [fact.digest for fact in log.facts] == ["0" * 16, TEAM.digest]
     assert (log.facts[-1].user, log.facts[-1].reason) == ("ada", "more nodes")
     assert log.facts[-1].after_sequence == 1
+
+
+@pytest.mark.parametrize(("policy", "changes"), STARTS)
+def test_the_policy_of_a_log_of_version_1_is_in_force(policy: Policy | None, changes: tuple[str, ...]) -> None:
+    """No scheduler adopts it anew: it has the same digest as then."""
+    then, log = Log(), Log()
+    then.lead(policy, changes)
+    data = as_version_1(then.facts[0]).model_dump(mode="json")
+    data["settings"] = [each.replace("preemption.", "reclaim.") for each in data["settings"]]
+    adopted = read_data(PolicyAdoptedV1.type, data)
+    assert isinstance(adopted, PolicyAdopted)
+    log.publish(adopted)
+    leader = log.lead(policy, changes)
+    assert log.facts == [adopted] == then.facts
+    assert leader.choose(log.cluster).digest == adopted.digest
+    assert not leader.describe_unused(log.cluster)
 
 
 def test_a_process_says_which_of_its_settings_have_no_effect() -> None:

@@ -35,7 +35,7 @@ def test_growing_loses_no_work_that_a_run_commits_in_its_grace_period(grace_s: f
     run = world.run("r")
     world.wait(100)
     growth = price.growth_price(world.cluster, run, run.slot_count + 2, world.now, world.policy)
-    assert growth.cost_slot_s == run.slot_count * (lost_s + world.policy.reclaim.resume_cost_s)
+    assert growth.cost_slot_s == run.slot_count * (lost_s + world.policy.preemption.resume_cost_s)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunStopping, RunWaiting
-from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim
+from contracts.scheduling import Admit, FairShare, Order, Policy, Preemption, Quota
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
@@ -426,7 +426,7 @@ def some_policy(rng: random.Random) -> Policy:
         ),
         order=Order(by=by, skip=rng.random() < 0.5),
         fair_share=FairShare(weights={"a": 2}, half_life_s=600),
-        reclaim=Reclaim(by=rng.choice([by, ("priority",)]), time_slice_s=rng.choice([None, 60.0])),
+        preemption=Preemption(by=rng.choice([by, ("priority",)]), time_slice_s=rng.choice([None, 60.0])),
     )
 
 

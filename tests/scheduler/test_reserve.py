@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunReserved, RunStopping
-from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
+from contracts.scheduling import Maintenance, Order, Policy, Preemption, Reserve
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.steps.reserve import Reservations
 from tests.scheduler.world import START, World, spec
@@ -117,7 +117,7 @@ def test_a_promise_ends_with_the_run_that_has_it() -> None:
 
 
 def test_a_backfilled_run_is_preempted_when_the_run_ahead_fits_with_its_slots() -> None:
-    policy = Policy(order=Order(skip=True), reclaim=Reclaim(overtakers=True, min_run_s=10))
+    policy = Policy(order=Order(skip=True), preemption=Preemption(overtakers=True, min_run_s=10))
     world = World(policy)
     world.join("n1", 4)
     world.accept("first", spec(3))
@@ -165,7 +165,7 @@ def lived(seed: int) -> World:
         Policy(
             reserve=reserve,
             maintenance=(window,) if rng.random() < 0.3 else (),
-            reclaim=Reclaim(overtakers=rng.random() < 0.3),
+            preemption=Preemption(overtakers=rng.random() < 0.3),
         )
     )
     for number in range(3):

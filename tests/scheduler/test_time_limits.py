@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from contracts.events.run import RunFailed, RunStopping
-from contracts.scheduling import FairShare, Order, Policy, Reclaim
+from contracts.scheduling import FairShare, Order, Policy, Preemption
 from services.scheduler.core.decide import run_steps
 from tests.scheduler.test_quota import Teams
 from tests.scheduler.world import START
 
 SLICE_S = 600.0
-TURNS = Policy(reclaim=Reclaim(time_slice_s=SLICE_S))
+TURNS = Policy(preemption=Preemption(time_slice_s=SLICE_S))
 
 
 def takes_turns(world: Teams, run_id: str, slots: Any = 8, **more: Any) -> None:
@@ -117,7 +117,7 @@ def test_the_earliest_deadline_is_first(deadlines: dict[str, float | None], orde
 
 
 def test_an_earlier_deadline_preempts_where_the_policy_allows_it() -> None:
-    world = Teams(Policy(order=Order(by=("deadline",)), reclaim=Reclaim(by=("deadline",))))
+    world = Teams(Policy(order=Order(by=("deadline",)), preemption=Preemption(by=("deadline",))))
     world.submit("r0", None, 8, **at(120))
     world.submit("r1", None, 8, **at(120))
     assert not world.stopping()
@@ -128,7 +128,7 @@ def test_an_earlier_deadline_preempts_where_the_policy_allows_it() -> None:
 
 
 def test_no_slots_are_taken_before_the_granted_time() -> None:
-    policy = Policy(reclaim=Reclaim(min_run_s=300))
+    policy = Policy(preemption=Preemption(min_run_s=300))
     world = Teams(policy)
     world.submit("r0", None, 8)
     world.start("r0")
@@ -186,7 +186,7 @@ def test_free_slots_are_shared_out_by_weight_at_once() -> None:
 
 
 def test_a_team_below_its_share_preempts_where_the_policy_allows_it() -> None:
-    world = Teams(SHARES.model_copy(update={"reclaim": Reclaim(by=("fair-share",))}), slots=8)
+    world = Teams(SHARES.model_copy(update={"preemption": Preemption(by=("fair-share",))}), slots=8)
     for index in range(8):
         world.submit(f"sales{index}", "sales")
     for index in range(8):

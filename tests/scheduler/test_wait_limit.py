@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.scheduling import Elastic, Faults, LeastAttained, Order, Policy, Reclaim, Reserve
+from contracts.scheduling import Elastic, Faults, LeastAttained, Order, Policy, Preemption, Reserve
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.order import queue
@@ -143,7 +143,7 @@ def test_any_history_keeps_the_invariants(seed: int, acts: int, above: int) -> N
     attained = LeastAttained(levels_slot_s=(1, 4, 16, 64), lift_after_s=10, above_lifted=above)
     policy = Policy(
         order=Order(by=("priority", "least-attained"), skip=True, attained=attained),
-        reclaim=Reclaim(by=("priority", "least-attained"), quantum_s=1),
+        preemption=Preemption(by=("priority", "least-attained"), quantum_s=1),
         reserve=Reserve(backfill="easy"),
         elastic=Elastic(resize_interval_s=0.5, grow_anyway_s=5),
         faults=Faults(start_deadline_s=30),

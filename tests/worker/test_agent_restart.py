@@ -17,7 +17,7 @@ from contracts.events.node import NodeJoined
 from contracts.events.run import RunExited, RunReleased, RunStarted, RunStopping
 from services.worker.app import build
 from services.worker.launch.executor import ProcessExecutor
-from tests.contracts.old_stops import as_version_1
+from tests.contracts.earlier_facts import as_version_1
 from tests.kit.support import until as eventually
 from tests.worker.conftest import FAKE, World, ranks_of, until
 from trainbus.embedded.servers import NatsServer

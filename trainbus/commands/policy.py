@@ -125,8 +125,8 @@ def presets(as_json: Json = False) -> None:
         backfill = each.reserve.backfill
         overtaking = "who fits" if each.order.skip else f"{backfill} backfill" if backfill != "none" else "no"
         default = " (default)" if each.name == policies.DEFAULT else ""
-        reclaim = ", ".join(each.reclaim.by) or "-"
-        table.add_row(each.name + default, ", ".join(each.order.by), overtaking, each.place.by, reclaim)
+        preempts_by = ", ".join(each.preemption.by) or "-"
+        table.add_row(each.name + default, ", ".join(each.order.by), overtaking, each.place.by, preempts_by)
     render.console().print(table)
 
 

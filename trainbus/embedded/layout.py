@@ -314,7 +314,7 @@ def given_policy(options: StackOptions, in_force: Policy) -> Policy | None:
 
     try:
         if options.policy == policies.DEFAULT and not options.autoscale:
-            return policies.with_settings(policies.DEFAULT, [f"reclaim.resume_cost_s={RESUME_COST_S}"])
+            return policies.with_settings(policies.DEFAULT, [f"preemption.resume_cost_s={RESUME_COST_S}"])
         base = policies.load(options.policy) if options.policy is not None else in_force
     except policies.PolicyError as error:
         raise InvalidOptionsError(str(error)) from error

@@ -180,11 +180,11 @@ BY_POLICY: Mapping[Feature, Callable[[Policy], bool]] = {
     Feature.LENDING: lambda policy: any(quota.slots is not None for quota in policy.admit.quotas),
     Feature.SLOT_HOURS: lambda policy: any(quota.slot_hours is not None for quota in policy.admit.quotas),
     Feature.FAIR_SHARE: lambda policy: "fair-share" in policy.order.by,
-    Feature.OVERTAKERS: lambda policy: policy.reclaim.overtakers,
-    Feature.TURNS: lambda policy: policy.reclaim.time_slice_s is not None,
+    Feature.OVERTAKERS: lambda policy: policy.preemption.overtakers,
+    Feature.TURNS: lambda policy: policy.preemption.time_slice_s is not None,
     Feature.PREEMPTION_BY_PRIORITY: lambda policy: "priority" in preemption_keys(policy),
     Feature.PREEMPTION_BY_OTHER_KEYS: lambda policy: bool(preemption_keys(policy) - {"priority"}),
-    Feature.UNSTABLE_KEYS: lambda policy: has_service_keys(policy) and policy.reclaim.time_slice_s is not None,
+    Feature.UNSTABLE_KEYS: lambda policy: has_service_keys(policy) and policy.preemption.time_slice_s is not None,
     Feature.WAIT_LIMIT: has_wait_limit,
     Feature.STRICT_ORDER: lambda policy: not policy.order.skip,
     Feature.BACKFILL: lambda policy: policy.reserve.backfill != "none",
@@ -201,7 +201,7 @@ def has_service_keys(policy: Policy) -> bool:
 
 def preemption_keys(policy: Policy) -> set[OrderKey]:
     """Return the keys of the order by which runs preempt others."""
-    return set(policy.reclaim.by) & set(policy.order.by)
+    return set(policy.preemption.by) & set(policy.order.by)
 
 
 @dataclass(frozen=True, slots=True)

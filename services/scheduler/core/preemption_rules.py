@@ -165,31 +165,31 @@ class PreemptionRules:
         return found
 
     def _rule(self, preemptor: Preemptor, each: AllocatedRun) -> PreemptionRule | None:
-        reclaim, key = self.policy.reclaim, preemptor.key
+        rules, key = self.policy.preemption, preemptor.key
         if not self.cycle.features.allows(Shortcut.NO_RIGHTS):
             verdict, is_by_share, may_take = self._rights(preemptor, each)
             if verdict is not None:
                 # Rights go before standing: what the one may take back the other cannot keep by priority.
-                return PreemptionRule("quota", reclaim.min_run_s) if verdict else None
+                return PreemptionRule("quota", rules.min_run_s) if verdict else None
         else:
             is_by_share = may_take = False
         if each.run.reserved is not None:
             return None  # a run whose start was promised is not stopped as soon as it has come
         if is_by_share:
-            return PreemptionRule("share", reclaim.min_run_s) if may_take and is_resumable(each.run) else None
+            return PreemptionRule("share", rules.min_run_s) if may_take and is_resumable(each.run) else None
         if queue.may_preempt(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
             if by != "priority" and not is_resumable(each.run):
                 return None  # its work would be destroyed only to change the order
-            return PreemptionRule("order", reclaim.quantum_s if by in BY_SERVICE else reclaim.min_run_s)
-        if reclaim.overtakers and each.run.placed_at > preemptor.queued_at and is_resumable(each.run):
+            return PreemptionRule("order", rules.quantum_s if by in BY_SERVICE else rules.min_run_s)
+        if rules.overtakers and each.run.placed_at > preemptor.queued_at and is_resumable(each.run):
             if preemptor.is_promised:
                 return PreemptionRule("ahead", 0.0)  # a promise is kept
             if key < each.key:
-                return PreemptionRule("ahead", reclaim.min_run_s)
+                return PreemptionRule("ahead", rules.min_run_s)
         turns = preemptor.takes_turns and each.run.spec.scheduling.time_slice
-        if turns and reclaim.time_slice_s is not None and key[:-1] == each.key[:-1]:
-            return PreemptionRule("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
+        if turns and rules.time_slice_s is not None and key[:-1] == each.key[:-1]:
+            return PreemptionRule("turn", max(rules.time_slice_s, rules.min_run_s))
         return None
 
     def _rights(self, preemptor: Preemptor, each: AllocatedRun) -> tuple[bool | None, bool, bool]:
@@ -200,7 +200,7 @@ class PreemptionRules:
                 return verdict, False, False
             if not entitlements.by_share(key, run, each.key, each.run):
                 return None, False, False
-            may = "fair-share" in self.policy.reclaim.by and entitlements.may_take_share(run, slots, each.run)
+            may = "fair-share" in self.policy.preemption.by and entitlements.may_take_share(run, slots, each.run)
             return None, True, may
         except Exception as error:
             note_suspect(error, run_id=run.run_id, victim_id=each.run.run_id)
@@ -208,10 +208,10 @@ class PreemptionRules:
 
     def next_change_s(self) -> float:
         """Return when a run has had its granted time, or attains the next level, in seconds since the epoch."""
-        reclaim, now_s, found = self.policy.reclaim, self.cycle.now_s, math.inf
-        by_service = not BY_SERVICE.isdisjoint(reclaim.by)
-        granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
-        if "fair-share" in reclaim.by and self.preemptible:
+        rules, now_s, found = self.policy.preemption, self.cycle.now_s, math.inf
+        by_service = not BY_SERVICE.isdisjoint(rules.by)
+        granted = {rules.min_run_s, rules.quantum_s if by_service else 0.0, rules.time_slice_s or 0.0} - {0.0}
+        if "fair-share" in rules.by and self.preemptible:
             # Standing changes all the time; as often as this is soon enough.
             found = now_s + self.cycle.cluster.usage.half_life_s * AHEAD_HALF_LIVES / 4
         if not granted and not by_service:
@@ -227,7 +227,7 @@ class PreemptionRules:
 
 def preemption_depth(policy: Policy) -> int:
     """Return how many of the first keys of the order decide who may preempt whom."""
-    return max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
+    return max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.preemption.by), default=0)
 
 
 def is_ruled_out_by_priority(cycle: CycleState) -> bool:

@@ -44,7 +44,7 @@ def lost_slot_s(run: Run, now: datetime) -> float:
 def restart_cost_slot_s(run: Run, now: datetime, policy: Policy) -> float:
     """Return what it costs to restart the run: the work lost, and the time until it is under way again."""
     try:
-        return lost_slot_s(run, now) + run.slot_count * policy.reclaim.resume_cost_s
+        return lost_slot_s(run, now) + run.slot_count * policy.preemption.resume_cost_s
     except Exception as error:
         note_suspect(error, run_id=run.run_id)
         raise
@@ -68,5 +68,5 @@ def growth_price(cluster: Cluster, run: Run, slots: int, now: datetime, policy: 
     """
     remaining_s = left_s(cluster, run, now, policy, 0.5) or run.ran_s(now)
     lost = 0.0 if run.spec.grace_s > 0 else lost_slot_s(run, now)
-    cost, gain = lost + run.slot_count * policy.reclaim.resume_cost_s, (slots - run.slot_count) * remaining_s
+    cost, gain = lost + run.slot_count * policy.preemption.resume_cost_s, (slots - run.slot_count) * remaining_s
     return Price(round(cost, 1), round(gain, 1))

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from contracts.problems import describe_problems, join_problems
-from contracts.scheduling import Policy
+from contracts.scheduling import Policy, rename_setting
 
 DEFAULT = "default"
 _SUFFIX = ".toml"
@@ -46,11 +46,8 @@ def with_settings(name_or_path: str, settings: Iterable[str]) -> Policy:
         PolicyError: there is no such policy, or it, or a setting, is not valid.
     """
     text, where = _text(name_or_path)
-    content = _parsed(text, where)
-    for setting in settings:
-        _set(content, setting)
-    content.setdefault("name", Path(name_or_path).stem)
-    return _validated(content, where)
+    policy = _validated({"name": Path(name_or_path).stem, **_parsed(text, where)}, where)
+    return _changed(policy, settings, where)
 
 
 def change(policy: Policy, settings: Iterable[str]) -> Policy:
@@ -59,10 +56,7 @@ def change(policy: Policy, settings: Iterable[str]) -> Policy:
     Raises:
         PolicyError: a setting is not valid.
     """
-    content = policy.model_dump(mode="json")
-    for setting in settings:
-        _set(content, setting)
-    return _validated(content, f"policy {policy.name}")
+    return _changed(policy, settings, f"policy {policy.name}")
 
 
 def parse(text: str, where: str) -> Policy:
@@ -95,9 +89,16 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         raise PolicyError(f"{where} is neither TOML nor JSON: {error}") from error
 
 
+def _changed(policy: Policy, settings: Iterable[str], where: str) -> Policy:
+    content = policy.model_dump(mode="json")
+    for setting in settings:
+        _set(content, setting)
+    return _validated(content, where)
+
+
 def _set(content: dict[str, Any], setting: str) -> None:
     """Put ``a.b=value`` into the content; a value that is no JSON is a text."""
-    path, equals, text = setting.partition("=")
+    path, equals, text = rename_setting(setting).partition("=")
     *parents, field = path.strip().split(".")
     if not equals or not field:
         raise PolicyError(f"{setting!r} sets nothing: write it like order.skip=true")

@@ -226,12 +226,12 @@ class ReleaseTimes:
         if not run.spec.scheduling.preemptible or run.stopping is not None:
             return math.inf
         since_s = (self._now - run.placed_at).total_seconds()
-        return max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s
+        return max(self._policy.preemption.min_run_s - since_s, 0.0) + run.spec.grace_s
 
     def middle_s(self, run: Run, waiting: Run) -> float:
         """Return in what time it is expected to release its slots, if ``waiting`` needs them."""
         left_s = quantile(self.left_s(run), 0.5)
-        if "priority" in self._policy.reclaim.by and waiting.spec.priority > run.spec.priority:
+        if "priority" in self._policy.preemption.by and waiting.spec.priority > run.spec.priority:
             return min(left_s, self.yields_s(run))
         return left_s
 
@@ -271,7 +271,7 @@ class Situation:
         active = [cluster.runs[run_id] for run_id in cluster.active]
         self.holders = [holder for run in active for holder in self._held(run)]
         self.requests = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
-        if "priority" in policy.reclaim.by:
+        if "priority" in policy.preemption.by:
             self.holders = taken_from(self.free, self.holders, self.requests)
 
     def _held(self, run: Run) -> Iterable[PoolAllocation]:

@@ -1,7 +1,7 @@
 """Who goes before whom: keys that compose, and for whom slots may be taken.
 
 The line is ordered by the keys that ``policy.order.by`` names, then by submission. A run may take slots of another when
-the first key in which the two differ is among ``policy.reclaim.by``.
+the first key in which the two differ is among ``policy.preemption.by``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     """What the run is ordered by, the submission last; ``fair-share`` stands as 0 in it."""
     try:
         found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
-        return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
+        return (*found, run.submitted if policy.preemption.time_slice_s is None else _turn(run))
     except Exception as error:
         note_suspect(error, run_id=run.run_id)
         raise
@@ -211,7 +211,7 @@ def may_preempt(waiter: Key, holder: Key, policy: Policy) -> bool:
     for name, mine, theirs in zip(policy.order.by, waiter, holder, strict=False):
         if mine != theirs:
             least = even_wait.advantage(policy.order.even_wait) if name == "even-wait" else 0.0
-            return mine + least < theirs and name in policy.reclaim.by
+            return mine + least < theirs and name in policy.preemption.by
     return False
 
 

@@ -240,7 +240,7 @@ class Entitlements:
     ) -> bool:
         """Whether the run fits once all runs have stopped that are stopping, or may be stopped for it."""
         trial, gone = snapshot.copy(), []
-        least, least_s = run.spec.slots.min, self.policy.reclaim.min_run_s
+        least, least_s = run.spec.slots.min, self.policy.preemption.min_run_s
         holders = [each for run_id in self.cluster.active if (each := self.cluster.runs[run_id]).live]
         holder_id = ""
         try:

@@ -75,7 +75,7 @@ class Quotas:
     """What each run may have in one cycle, as slots are charged and refunded in it."""
 
     def __init__(self, policy: Policy, ledger: TeamUsage, now: float) -> None:
-        self._admit, self._reclaim = policy.admit, policy.reclaim
+        self._admit, self._preemption = policy.admit, policy.preemption
         self._ledger, self._now = ledger, now
         self._of: dict[str, list[Quota]] = defaultdict(list)
         for quota in policy.admit.quotas:
@@ -142,7 +142,7 @@ class Quotas:
             yield quota.ceiling - using, Refusal("ceiling", "team", name, quota.accelerator, quota.ceiling, using)
         if quota.slot_hours is not None:
             # A start is worth something only if there is time to resume, and to stop again.
-            least_s = self._reclaim.resume_cost_s + self._reclaim.min_run_s + spec.grace_s
+            least_s = self._preemption.resume_cost_s + self._preemption.min_run_s + spec.grace_s
             spent, until = self._spent_slot_h(quota), period_end(quota, self._now)
             room = self._left_slot_s(quota) / least_s if least_s else math.inf * (spent < quota.slot_hours)
             yield room, Refusal("quota", "hours", name, quota.accelerator, quota.slot_hours, spent, until=until)

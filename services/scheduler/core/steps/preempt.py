@@ -361,7 +361,7 @@ class Preemption:
     def _ranks(self) -> dict[str, int]:
         """Where the policy preempts by even wait: the run that counts most goes first."""
         policy = self.cycle.policy
-        if "even-wait" not in policy.reclaim.by or "even-wait" not in policy.order.by:
+        if "even-wait" not in policy.preemption.by or "even-wait" not in policy.order.by:
             return {}
         at = policy.order.by.index("even-wait")
         counts = sorted({each.key[at] for each in self.rules.preemptible}, reverse=True)
@@ -387,7 +387,7 @@ class Preemption:
     def _stop(self, rule: PreemptionRule, run: Run, preemptor: Run, priority: int, by: int | None) -> StopRun:
         """Return the decision to stop a run for another; ``by``: how many slots it shrinks, None: by all."""
         does = "gives way to" if by is None else f"shrinks by {by} for"
-        slice_s = self.cycle.policy.reclaim.time_slice_s or 0.0
+        slice_s = self.cycle.policy.preemption.time_slice_s or 0.0
         why = {
             "quota": "whose team gets back slots that it is owed",
             "share": "whose team is further below its share",

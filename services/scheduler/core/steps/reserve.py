@@ -249,7 +249,7 @@ class Reservations:
         """Whether the run, started now, has released the slots by the time that they are needed."""
         if each.run is run:
             return True
-        if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and is_resumable(run):
+        if self.policy.preemption.overtakers and run.spec.scheduling.preemptible and is_resumable(run):
             # It is preempted when the slots are needed.
             return True
         expected, firm = self._expected(run)

@@ -39,7 +39,7 @@ from services.kit.settings import Settings
 from tests.client_address import serve_clients
 from tests.lives import supported
 from trainbus import AsyncClient
-from trainbus.client import run_list, runs
+from trainbus.client import connection, runs
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
 from trainbus.client.run_filter import RunFilter
@@ -371,7 +371,7 @@ async def test_a_run_that_ends_while_it_is_listed_is_listed_once(
 async def test_nodes_are_listed_however_many_there_are(
     client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_list, "PAGE", 2)
+    monkeypatch.setattr(connection, "PAGE_ITEMS", 2)
     for number in range(5):
         await publish(bus, NodeJoined(node_id=f"n{number}", incarnation="i", address="a", slots=2, lease_ttl_s=3))
     assert [view.node_id for view in await client.nodes()] == [f"n{number}" for number in range(5)]

@@ -34,6 +34,8 @@ IDLE_S = 0.25
 SILENCE_S = 35.0
 #: Events in one answer, and in one batch of a stream.
 PAGE, BATCH = 5000, 500
+#: Items in one page of a list.
+PAGE_ITEMS = 500
 AMBIGUOUS = "urn:trainbus:problem:ambiguous-reference"
 
 
@@ -69,6 +71,16 @@ class Connection:
             StackUnreachableError: the gateway or NATS does not answer.
         """
         return await self.call("GET", path, params=params)
+
+    async def read_pages(self, path: str, **params: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the pages of a list, each when it is wanted. Raises as ``get`` does."""
+        cursor: dict[str, str] = {}
+        while True:
+            page = await self.get(path, {"limit": PAGE_ITEMS, **params, **cursor})
+            yield page
+            if page["next_cursor"] is None:
+                return
+            cursor = {"cursor": page["next_cursor"]}
 
     async def call(self, method: str, path: str, *, timeout_s: float = ANSWER_S, **request: Any) -> Any:
         """Send a request, again while the gateway is away, and return its answer as JSON. Raises as ``get`` does."""

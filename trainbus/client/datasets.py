@@ -22,7 +22,7 @@ from contracts.events.dataset import DatasetIngested, DatasetSharded
 from services.kit.concurrency import gather_limited
 from services.kit.store.files import hash_file
 from services.kit.store.uris import split_uri
-from trainbus.client.connection import Connection, check_answer
+from trainbus.client.connection import PAGE_ITEMS, Connection, check_answer
 from trainbus.client.errors import StackUnreachableError, TrainbusError, UsageError
 from trainbus.client.gateway import download
 from trainbus.client.run_list import read_metrics
@@ -31,8 +31,6 @@ from trainbus.datasets.history import Champion, DatasetRecord, Ingestion, Traini
 
 #: Files that are fetched at the same time.
 PARALLEL = 4
-#: Datasets or ingestions in one answer.
-PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +46,19 @@ class LoadedDataset:
 
 async def list_datasets(connection: Connection) -> list[DatasetRecord]:
     """Return the datasets, the oldest first."""
-    return [_read_record(each) for each in await _read_pages(connection, "datasets")][::-1]
+    pages = connection.read_pages("/datasets")
+    return [_read_record(each) async for page in pages for each in page["datasets"]][::-1]
 
 
 async def list_unfinished(connection: Connection) -> list[Ingestion]:
     """Return the ingestions that have no dataset: they go on, or have failed. The oldest first."""
-    found = await _read_pages(connection, "ingestions", without_dataset=True)
-    return [_read_ingestion(each) for each in found][::-1]
+    pages = connection.read_pages("/ingestions", without_dataset=True)
+    return [_read_ingestion(each) async for page in pages for each in page["ingestions"]][::-1]
 
 
 async def list_newest_ingestions(connection: Connection) -> list[Ingestion]:
     """Return the newest ingestions that have found their records, or failed; the newest first."""
-    page = await connection.get("/ingestions", {"limit": PAGE})
+    page = await connection.get("/ingestions", {"limit": PAGE_ITEMS})
     return [_read_ingestion(each) for each in page["ingestions"]]
 
 
@@ -80,17 +79,6 @@ async def find_dataset(connection: Connection, name: str) -> DatasetRecord:
     known.ingestions = [_read_ingestion(each) for each in found["ingestions"]]
     known.runs = [_read_use(each) for each in found["runs"]]
     return known
-
-
-async def _read_pages(connection: Connection, what: str, **wanted: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    params = {"limit": PAGE, **wanted}
-    while True:
-        page = await connection.get(f"/{what}", params)
-        found += page[what]
-        if page["next_cursor"] is None:
-            return found
-        params["cursor"] = page["next_cursor"]
 
 
 def _read_record(found: Mapping[str, Any]) -> DatasetRecord:

@@ -23,8 +23,6 @@ from trainbus.client.run_list import read_metrics, read_time
 
 #: Gates as facts have them: they may break rules that are younger than they are.
 RECORDED_GATES: TypeAdapter[ModelGates] = TypeAdapter(Lenient[ModelGates])
-#: Models that are asked for at a time.
-PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +95,8 @@ class ModelRecord:
 
 async def list_models(connection: Connection) -> list[ModelRecord]:
     """Return the registered models by their names, each with its champion; also those that have candidates alone."""
-    found: list[ModelRecord] = []
-    wanted: dict[str, Any] = {"limit": PAGE}
-    while True:
-        page = await connection.get("/registered-models", wanted)
-        found += map(_read_model, page["models"])
-        if page["next_cursor"] is None:
-            return found
-        wanted["cursor"] = page["next_cursor"]
+    pages = connection.read_pages("/registered-models")
+    return [_read_model(each) async for page in pages for each in page["models"]]
 
 
 async def find_model(connection: Connection, name: str) -> ModelRecord:

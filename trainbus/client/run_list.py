@@ -13,7 +13,7 @@ from contracts.problems import join_problems
 from contracts.spec.run import RunSpec
 from contracts.state.node import NodeDrain
 from contracts.state.run import STATES, TERMINAL_STATES
-from trainbus.client.connection import Connection
+from trainbus.client.connection import PAGE_ITEMS, Connection
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
 
@@ -21,8 +21,6 @@ from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
 MAX_ENDED_RUNS = 20
 #: The newest facts of a run that a timeline has.
 MAX_TIMELINE = 1000
-#: Runs or nodes in one answer.
-PAGE = 500
 LIVE_STATES = [state for state in STATES if state not in TERMINAL_STATES]
 ENDED_STATES = [state for state in STATES if state in TERMINAL_STATES]
 
@@ -35,12 +33,12 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     """
     chosen = matching or RunFilter()
     if include_ended:
-        views = [view async for view in _read_pages(connection, chosen, {})]
+        views = [view async for view in _read_runs(connection, chosen, {})]
     else:
         # In this order a run that ends meanwhile is in both lists, and counts as ended; in the other, in neither.
-        live = await _read_first(_read_pages(connection, chosen, {"state": LIVE_STATES}), None)
+        live = await _read_first(_read_runs(connection, chosen, {"state": LIVE_STATES}), None)
         ended_only = {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}
-        ended = await _read_first(_read_pages(connection, chosen, ended_only), MAX_ENDED_RUNS)
+        ended = await _read_first(_read_runs(connection, chosen, ended_only), MAX_ENDED_RUNS)
         found = {view.run_id: view for view in [*live, *ended]}.values()
         views = sorted(found, key=lambda view: (view.requested_at or datetime.min, view.run_id), reverse=True)
         views = views[: chosen.limit]
@@ -52,12 +50,11 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     return views[::-1]
 
 
-async def _read_pages(connection: Connection, chosen: RunFilter, params: Mapping[str, Any]) -> AsyncIterator[RunView]:
+async def _read_runs(connection: Connection, chosen: RunFilter, params: Mapping[str, Any]) -> AsyncIterator[RunView]:
     """Yield the runs that are meant, newest first; of many, no more pages are read than ``chosen.limit`` needs."""
-    wanted = {"limit": min(PAGE, chosen.limit or PAGE), **chosen.to_params(), **params}
+    wanted = {"limit": min(PAGE_ITEMS, chosen.limit or PAGE_ITEMS), **chosen.to_params(), **params}
     found = 0
-    while True:
-        page = await connection.get("/training-runs", wanted)
+    async for page in connection.read_pages("/training-runs", **wanted):
         for view in map(read_summary, page["runs"]):
             if not chosen.matches(view):
                 continue
@@ -65,9 +62,6 @@ async def _read_pages(connection: Connection, chosen: RunFilter, params: Mapping
             found += 1
             if found == chosen.limit:
                 return
-        if page["next_cursor"] is None:
-            return
-        wanted["cursor"] = page["next_cursor"]
 
 
 async def _read_first(views: AsyncIterator[RunView], count: int | None) -> list[RunView]:
@@ -102,14 +96,7 @@ async def explain_requested(connection: Connection, run_id: str) -> str:
 
 async def list_nodes(connection: Connection) -> list[NodeView]:
     """Return the nodes and what runs on them, in the order of their names."""
-    found: list[NodeView] = []
-    wanted: dict[str, Any] = {"limit": PAGE}
-    while True:
-        page = await connection.get("/nodes", wanted)
-        found += map(read_node, page["nodes"])
-        if page["next_cursor"] is None:
-            return found
-        wanted["cursor"] = page["next_cursor"]
+    return [read_node(each) async for page in connection.read_pages("/nodes") for each in page["nodes"]]
 
 
 def read_summary(found: Mapping[str, Any]) -> RunView:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from contracts.manifest import Blob, blobs_of_files, files_of
-from services.gateway import views
+from contracts.verification import CheckpointVerification
 from services.gateway.core.rows import Checkpoint
 from services.gateway.long_answer import Advance
 from services.kit.concurrency import gather_limited
@@ -22,7 +22,7 @@ PARALLEL = 4
 
 async def verify_checkpoints(
     objects: ObjectStore, checkpoints: Sequence[Checkpoint], advance: Advance
-) -> views.CheckpointVerification:
+) -> CheckpointVerification:
     """Find checkpoints with blobs that are missing or differ from their hash.
 
     Each blob is read once, also if several checkpoints share it. ``advance`` gets (bytes read, all bytes).
@@ -47,7 +47,7 @@ async def verify_checkpoints(
 
     await gather_limited((check(blob) for blob in users), limit=PARALLEL)
     runs = {each.uri: each.run_id for each in checkpoints}
-    return views.CheckpointVerification(
+    return CheckpointVerification(
         checkpoints=len(checkpoints),
         rotten={uri: sorted(rotten[uri]) for uri in runs if uri in rotten},
         runs=sorted({runs[uri] for uri in rotten}),

@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from contracts.datasets import Manifest, shard_uri
 from contracts.disk_space import DISK_FULL
 from contracts.events.dataset import ShardFile
-from services.gateway import views
+from contracts.verification import DamagedFile, DatasetVerification
 from services.gateway.index_check import find_index_mismatch
 from services.gateway.long_answer import Advance
 from services.gateway.stored_dataset import StoredDataset
@@ -33,7 +33,7 @@ async def verify_datasets(
     scratch: Path,
     advance: Advance,
     paths: Collection[str] = (),
-) -> views.DatasetVerification:
+) -> DatasetVerification:
     """Compare every manifest, shard and index with its hash, and each index with its shard.
 
     A shard that several datasets share is read once. ``advance`` gets (bytes read, all bytes).
@@ -42,7 +42,7 @@ async def verify_datasets(
         scratch: folder for the shards in work.
         paths: only the shards with these paths; all if none is given.
     """
-    found = views.DatasetVerification()
+    found = DatasetVerification()
     users: dict[tuple[str, str, int], list[tuple[str, str]]] = {}
     shards: dict[tuple[str, str, int], tuple[str, ShardFile]] = {}
     for stored in datasets:
@@ -51,7 +51,7 @@ async def verify_datasets(
             manifest = stored.read(await objects.get(stored.manifest_uri))
         except (ObjectNotFound, ValueError) as error:
             problem = "is missing" if isinstance(error, ObjectNotFound) else str(error)
-            found.damaged[stored.dataset_id] = [views.DamagedFile(uri=stored.manifest_uri, problem=problem)]
+            found.damaged[stored.dataset_id] = [DamagedFile(uri=stored.manifest_uri, problem=problem)]
             continue
         for shard in _list_shards(stored, manifest, found):
             if paths and shard.path not in paths:
@@ -69,7 +69,7 @@ async def verify_datasets(
         if damage is not None:
             uri, problem = damage
             for dataset_id, path in users[named]:
-                damaged = views.DamagedFile(uri=uri, problem=problem, path=path)
+                damaged = DamagedFile(uri=uri, problem=problem, path=path)
                 found.damaged.setdefault(dataset_id, []).append(damaged)
         done += shard.size_bytes
         advance(done, found.size_bytes)
@@ -80,13 +80,13 @@ async def verify_datasets(
     return found
 
 
-def _list_shards(stored: StoredDataset, manifest: Manifest, found: views.DatasetVerification) -> Iterator[ShardFile]:
+def _list_shards(stored: StoredDataset, manifest: Manifest, found: DatasetVerification) -> Iterator[ShardFile]:
     """Yield a dataset's shards, and add splits whose shards do not hold all their samples."""
     for name, split in manifest.splits.items():
         found.samples += split.samples
         if (held := sum(shard.samples for shard in split.shards)) != split.samples:
             problem = f"split {name!r} has {split.samples:,} samples, its shards hold {held:,}"
-            damaged = views.DamagedFile(uri=stored.manifest_uri, problem=problem)
+            damaged = DamagedFile(uri=stored.manifest_uri, problem=problem)
             found.damaged.setdefault(stored.dataset_id, []).append(damaged)
         yield from split.shards
 

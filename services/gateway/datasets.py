@@ -20,6 +20,7 @@ from contracts.base import TOKEN_PATTERN, ingestion_id_for
 from contracts.datasets import Manifest, dataset_uri, ingestion_uri, link_name, shard_uri
 from contracts.events.dataset import DatasetIngested
 from contracts.events.train import IngestRequested
+from contracts.verification import DatasetVerification
 from services.gateway import queries, views
 from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
@@ -134,7 +135,7 @@ def dataset_routes(
             names = await queries.list_dataset_ids(projection.store)
         chosen = [await find(each) for each in names]
 
-        async def verify(advance: Advance) -> views.DatasetVerification:
+        async def verify(advance: Advance) -> DatasetVerification:
             return await verify_datasets(await files.open(), chosen, scratch_dir(), advance)
 
         return answers.respond(verify, "verify")

@@ -21,6 +21,7 @@ from contracts.best_checkpoint import find_best, ranking_metrics
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.manifest import files_of
 from contracts.spec.run import RunSpec
+from contracts.verification import CheckpointVerification
 from services.gateway import queries, views
 from services.gateway.checkpoint_verification import verify_checkpoints
 from services.gateway.core.rows import Checkpoint
@@ -216,7 +217,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
         return verify(await queries.present_checkpoints(store))
 
     def verify(chosen: list[Checkpoint]) -> StreamingResponse:
-        async def work(advance: Advance) -> views.CheckpointVerification:
+        async def work(advance: Advance) -> CheckpointVerification:
             return await verify_checkpoints(await files.open(), chosen, advance)
 
         return answers.respond(work, "verify")

@@ -15,6 +15,7 @@ from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
 from contracts.manifest import blobs_of_files, files_of, run_of_manifest
 from contracts.spec.run import RunSpec
+from contracts.verification import CheckpointVerification
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.run_list import find_run
@@ -115,17 +116,6 @@ class LoadedCheckpoint:
     def stored_bytes(self) -> int:
         """The bytes in the store, with the bases of differences, each blob once."""
         return sum(blob.size_bytes for blob in blobs_of_files(self.files))
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointVerification:
-    """How many checkpoints were read back, and those with blobs that are missing or differ from their hash."""
-
-    checkpoints: int
-    #: Address of a manifest -> what of it is rotten; the manifest itself by its own address.
-    rotten: dict[str, list[str]]
-    #: The runs of the rotten ones.
-    runs: list[str]
 
 
 def fold_checkpoints(events: Iterable[Any]) -> dict[str, StoredCheckpoint]:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from contracts.datasets import SPLITS, IndexRecord, Manifest, shard_uri
 from contracts.events.dataset import DatasetIngested, DatasetSharded
+from contracts.verification import DatasetVerification
 from services.kit.concurrency import gather_limited
 from services.kit.store.files import hash_file
 from services.kit.store.uris import split_uri
@@ -194,37 +195,15 @@ def iterate_records(path: Path) -> Iterator[IndexRecord]:
             yield record
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedFile:
-    """A file of a dataset that differs from its manifest."""
-
-    uri: str
-    problem: str
-    #: Its path in the manifest; '' for the manifest itself.
-    path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What was verified, and the damage by dataset."""
-
-    datasets: int
-    shards: int
-    samples: int
-    size_bytes: int
-    damaged: dict[str, list[DamagedFile]]
-
-
 async def verify_datasets(
     connection: Connection, dataset_ids: Sequence[str], advance: Callable[[int, int], None]
-) -> Verification:
+) -> DatasetVerification:
     """Have the gateway read datasets back, all if none is named, and compare every hash.
 
     ``advance`` gets (bytes read, all bytes).
     """
     found = await connection.await_result("/datasets/verify", advance, json={"datasets": list(dataset_ids)})
-    damaged = {each: [DamagedFile(**file) for file in files] for each, files in found.pop("damaged").items()}
-    return Verification(**found, damaged=damaged)
+    return DatasetVerification.model_validate(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from contracts import subjects, topology
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
+from contracts.verification import DamagedFile
 from trainbus.client.connection import Connection
-from trainbus.client.datasets import DamagedFile
 from trainbus.client.errors import TrainbusError, UsageError, invalid_request
 from trainbus.datasets.history import DatasetRecord
 

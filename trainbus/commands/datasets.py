@@ -15,8 +15,8 @@ from trainbus.commands.options import DataDir, Dataset, Json, StackName, choose_
 from trainbus.commands.progress import byte_bar, ingestion_bar
 
 if TYPE_CHECKING:
+    from contracts.verification import DatasetVerification
     from trainbus.client.client import AsyncClient
-    from trainbus.client.datasets import Verification
 
 app = typer.Typer(
     name="datasets",
@@ -107,7 +107,7 @@ async def verify(
         raise TrainbusError(f"{len(found.damaged)} of {found.datasets} datasets damaged{hint}")
 
 
-async def _verify(client: AsyncClient, datasets: list[str], *, quiet: bool) -> Verification:
+async def _verify(client: AsyncClient, datasets: list[str], *, quiet: bool) -> DatasetVerification:
     """Verify the datasets of these ids; of none, all."""
     from trainbus.client.datasets import verify_datasets
 
@@ -115,7 +115,7 @@ async def _verify(client: AsyncClient, datasets: list[str], *, quiet: bool) -> V
         return await verify_datasets(client.connection, datasets, advance)
 
 
-def _print_verification(found: Verification, *, as_json: bool, stderr: bool = False) -> None:
+def _print_verification(found: DatasetVerification, *, as_json: bool, stderr: bool = False) -> None:
     stream = sys.stderr if stderr else sys.stdout
     if as_json:
         print(render.as_json(found), file=stream)

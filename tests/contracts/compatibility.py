@@ -51,11 +51,11 @@ class _Comparison:
             if pair in self.seen:
                 return
             self = replace(self, seen=self.seen | {pair})
-        old, new = _resolve(old, self.old_root), _resolve(new, self.new_root)
-        candidates = _members(new)
-        if _members(old) or candidates:
+        old, new = resolve(old, self.old_root), resolve(new, self.new_root)
+        candidates = list_members(new)
+        if list_members(old) or candidates:
             # Every old member must still fit one of the new ones.
-            for member in _members(old) or [old]:
+            for member in list_members(old) or [old]:
                 yield from min((list(self.compare(member, each)) for each in candidates or [new]), key=len)
         elif old.get("type") != new.get("type") and "type" in new:
             # An integer became a number: everything that was valid still is.
@@ -98,7 +98,7 @@ class _Comparison:
         return f"{self.path}.{name}" if self.path else name
 
 
-def _members(schema: Schema) -> list[Schema]:
+def list_members(schema: Schema) -> list[Schema]:
     """Return the schemas of a union; none for a plain type."""
     return schema.get("anyOf") or schema.get("oneOf") or []
 
@@ -107,7 +107,8 @@ def _choices(schema: Schema) -> list[Any] | None:
     return schema.get("enum") or ([schema["const"]] if "const" in schema else None)
 
 
-def _resolve(schema: Schema, root: Schema) -> Schema:
+def resolve(schema: Schema, root: Schema) -> Schema:
+    """Return a schema, or the one that it refers to in the document."""
     if "$ref" not in schema:
         return schema
     target: Any = root

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.contracts.compatibility import breaking_changes
+from tests.contracts.compatibility import breaking_changes, list_members, resolve
 
 Json = dict[str, Any]
 
@@ -83,7 +83,7 @@ def _compare_read(
     if (name := schemas[0].get("$ref", "")) in seen:
         return
     seen = seen | {name} if name else seen
-    before, after = (_resolve(schema, document) for schema, document in zip(schemas, documents, strict=True))
+    before, after = (resolve(schema, document) for schema, document in zip(schemas, documents, strict=True))
     known, present = _types(before, documents[0]), _types(after, documents[1])
     if known and (added := present - known or (known if not present else set())):
         yield f"{where}: may be {', '.join(sorted(added))}, was {', '.join(sorted(known))}"
@@ -103,18 +103,8 @@ def _compare_read(
 
 def _types(schema: Json, document: Json) -> set[str]:
     """Return the types of JSON that a value may have; none where it may be anything."""
-    members = schema.get("anyOf") or schema.get("oneOf") or []
-    found = set().union(*(_types(_resolve(member, document), document) for member in members))
+    found = set().union(*(_types(resolve(member, document), document) for member in list_members(schema)))
     return found | ({schema["type"]} if "type" in schema else set())
-
-
-def _resolve(schema: Json, document: Json) -> Json:
-    if "$ref" not in schema:
-        return schema
-    target: Any = document
-    for part in schema["$ref"].removeprefix("#/").split("/"):
-        target = target[part]
-    return dict(target)
 
 
 def _rooted(schema: Json, document: Json) -> Json:

@@ -312,7 +312,7 @@ def test_a_failure_waits_for_the_checkpoint_that_is_being_written(
 ) -> None:
     has_failed = threading.Event()
 
-    class Failing(Linear):  # type: ignore[misc,valid-type]
+    class FailingTask(Linear):  # type: ignore[misc,valid-type]
         steps = 0
 
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -334,7 +334,7 @@ def test_a_failure_waits_for_the_checkpoint_that_is_being_written(
     monkeypatch.setattr(CheckpointWriter, "settle", settle)
     monkeypatch.setattr(checkpoint_manager, "write", write_late)
     with pytest.raises(ValueError, match="no such class"):
-        train(tmp_path, dataset, Failing(), checkpoint_at_steps=[2])
+        train(tmp_path, dataset, FailingTask(), checkpoint_at_steps=[2])
     assert [line.step for line in checkpoints(tmp_path)] == [2]
 
 

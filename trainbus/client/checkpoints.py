@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from contracts import subjects, topology
 from contracts.best_checkpoint import RankingMetric, find_best, find_ranking_metric, ranking_metrics
@@ -20,9 +20,6 @@ from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.run_list import find_run
 from trainbus.client.runs import wait_for_event
-
-if TYPE_CHECKING:
-    pass
 
 FACTS = (
     checkpoint.CheckpointCommitted,

@@ -183,7 +183,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         kind: type[DrainRequested | UndrainRequested], node_id: str, key: str | None, **fields: str | None
     ) -> views.AcceptedNodeRequest:
         await projection.catch_up()
-        await queries.find_node_id(store, node_id)
+        await queries.check_node(store, node_id)
         envelope = commands.envelope(kind, key or "")
         ack = await commands.store(kind(node_id=node_id, **fields), envelope)
         return views.AcceptedNodeRequest(

@@ -278,14 +278,14 @@ def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpo
     )
 
 
-async def find_node_id(store: Store, node_id: str) -> str:
-    """Return the id of a node that has joined.
+async def check_node(store: Store, node_id: str) -> None:
+    """Check that a node has joined.
 
     Raises:
-        NotFound: there is none; some that there are are named.
+        NotFound: it has not; some that have are named.
     """
     if await store.fetch(sa.select(NODES.c.node_id).where(NODES.c.node_id == node_id)):
-        return node_id
+        return
     known = await store.fetch(sa.select(NODES.c.node_id).order_by(NODES.c.node_id).limit(MAX_NAMED_NODES + 1))
     named = ", ".join(row["node_id"] for row in known[:MAX_NAMED_NODES]) + (", …" * (len(known) > MAX_NAMED_NODES))
     raise NotFound(f"there is no node {node_id!r}; there is: {named or 'none'}")

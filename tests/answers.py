@@ -59,7 +59,7 @@ async def _read_answers(facts: Sequence[Fact]) -> Answers:
                 await store.save(connection, Rows(), rows)
                 await store.add_events(connection, events)
             details = [await queries.run_detail(store, run_id) for run_id in rows.runs]
-            nodes = (await queries.list_nodes(store)).nodes
+            nodes = (await queries.list_nodes(store, limit=len(rows.nodes))).nodes
     views = [read_view(json.loads(each.model_dump_json())) for each in details]
     return Answers(
         {view.run_id: view for view in views},

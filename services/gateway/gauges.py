@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 
 import httpx
 import nats.errors
@@ -33,14 +32,12 @@ async def watch_read_model(store: Store) -> None:
             metrics.RUNS.labels(state).set(counts.get(state, 0))
         oldest = await queries.oldest_queued(store)
         metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
-        nodes = (await queries.list_nodes(store)).nodes
-        node_states = Counter(node.state for node in nodes)
+        nodes = await queries.count_nodes(store)
         for state in SEVERITY:
-            metrics.NODES.labels(state).set(node_states[state])
-        there = [node for node in nodes if node.state not in ("left", "lost")]
-        used = sum(node.used for node in there)
+            metrics.NODES.labels(state).set(nodes.get(state, 0))
+        used, free = await queries.count_slots(store)
         metrics.SLOTS.labels("used").set(used)
-        metrics.SLOTS.labels("free").set(sum(node.slots for node in there) - used)
+        metrics.SLOTS.labels("free").set(free)
         await asyncio.sleep(READ_MODEL_EVERY_S)
 
 

@@ -291,25 +291,27 @@ async def check_node(store: Store, node_id: str) -> None:
     raise NotFound(f"there is no node {node_id!r}; there is: {named or 'none'}")
 
 
-async def list_nodes(store: Store, *, limit: int | None = None, cursor: str | None = None) -> views.Nodes:
-    """Nodes that ever joined, by their names, with what they run now; without ``limit``, all."""
+async def _held_members(store: Store) -> list[tuple[Row, dict[str, Any]]]:
+    """Return each run with a part of its placement whose slots it has not released."""
+    holders = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.members).where(RUNS.c.state.in_(HOLDING_STATES))
+    return [(run, part) for run in await store.fetch(holders) for part in run["members"] if not part["released"]]
+
+
+async def list_nodes(store: Store, *, limit: int, cursor: str | None = None) -> views.Nodes:
+    """Nodes that ever joined, by their names, with what they run now."""
     #: Node -> run -> slots that the run holds there.
     used: defaultdict[str, dict[str, int]] = defaultdict(dict)
     names: dict[str, str] = {}
     busy: defaultdict[str, list[views.BusySlot]] = defaultdict(list)
-    holders = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.members).where(RUNS.c.state.in_(HOLDING_STATES))
-    for run in await store.fetch(holders):
-        for member in run["members"]:
-            if not member["released"]:
-                used[member["node_id"]][run["run_id"]] = len(member["slots"])
-                busy[member["node_id"]] += [
-                    views.BusySlot(slot=slot, run_id=run["run_id"], rank=rank)
-                    for slot, rank in zip(member["slots"], member["ranks"], strict=False)
-                ]
-                names[run["run_id"]] = run["name"]
+    for run, member in await _held_members(store):
+        used[member["node_id"]][run["run_id"]] = len(member["slots"])
+        busy[member["node_id"]] += [
+            views.BusySlot(slot=slot, run_id=run["run_id"], rank=rank)
+            for slot, rank in zip(member["slots"], member["ranks"], strict=False)
+        ]
+        names[run["run_id"]] = run["name"]
     query = sa.select(NODES).where(*BY_NODE.conditions(cursor)).order_by(*BY_NODE.clauses())
-    found = await store.fetch(query if limit is None else query.limit(limit + 1))
-    rows, next_cursor = BY_NODE.cut(found, limit or len(found))
+    rows, next_cursor = BY_NODE.cut(await store.fetch(query.limit(limit + 1)), limit)
     for node_id in (row["node_id"] for row in rows if row["state"] in GONE_STATES):
         used.pop(node_id, None)  # a run that is being stopped may still have slots there
         busy.pop(node_id, None)
@@ -328,6 +330,20 @@ async def list_nodes(store: Store, *, limit: int | None = None, cursor: str | No
         for row, runs in held
     ]
     return views.Nodes(nodes=listed, next_cursor=next_cursor)
+
+
+async def count_nodes(store: Store) -> dict[str, int]:
+    """How many nodes are in each state."""
+    query = sa.select(NODES.c.state, sa.func.count().label("nodes")).group_by(NODES.c.state)
+    return {row["state"]: row["nodes"] for row in await store.fetch(query)}
+
+
+async def count_slots(store: Store) -> tuple[int, int]:
+    """How many slots of nodes that are not gone are used, and how many are free."""
+    query = sa.select(NODES.c.node_id, NODES.c.slots).where(NODES.c.state.not_in(GONE_STATES))
+    slots = {row["node_id"]: row["slots"] for row in await store.fetch(query)}
+    used = sum(len(part["slots"]) for _, part in await _held_members(store) if part["node_id"] in slots)
+    return used, sum(slots.values()) - used
 
 
 async def list_studies(store: Store, *, limit: int, cursor: str | None) -> views.Studies:

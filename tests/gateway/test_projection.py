@@ -16,6 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import RunAccepted, RunStopping
 from services.gateway import migrations, queries
 from services.gateway.migrations import HEAD
@@ -25,7 +26,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.store import METADATA, PROJECTIONS, REVISION, ROWS, RUNS, ForeignSchema, ProjectionMoved, Store
 from services.kit.bus import Bus
 from tests.contracts.earlier_facts import as_version_1
-from tests.gateway.conftest import EVALUATED_SPEC, SPEC, Running, life, running
+from tests.gateway.conftest import EVALUATED_SPEC, SPEC, Running, life, placed, running
 from tests.kit.support import until as eventually
 
 TABLES = (*(table.name for table in ROWS), "events")
@@ -98,6 +99,17 @@ async def test_a_log_of_version_1_gives_the_same_rows(bus: Bus, gateway_settings
         last = rows["events"][-1]["sequence"]
         assert (await rebuild(gateway_settings, from_sequence=last)).refolded == len(rows["events"]) - 1
         assert await contents(store) == rows
+
+
+async def test_slots_of_a_node_that_is_gone_are_not_counted(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    spare = NodeJoined(node_id="n3", incarnation="a", address="127.0.0.1", slots=3, lease_ttl_s=3)
+    lost = NodeLost(node_id="n2", incarnation="a", reason="silent")
+    await publish(bus, *life()[:4], placed(1, "n1", "n2"), spare, lost)
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        assert await queries.count_nodes(store) == {"up": 2, "lost": 1}
+        assert await queries.count_slots(store) == (2, 3)
+        assert [node.used for node in (await queries.list_nodes(store, limit=3)).nodes] == [2, 0, 0]
 
 
 async def test_a_batch_counts_once(bus: Bus, gateway_settings: GatewaySettings) -> None:

@@ -19,7 +19,7 @@ from contracts import subjects
 from contracts.base import Event, Fact, Request, check_time
 from contracts.earlier_events import model_of, read_data, stored_subject
 from contracts.events import BY_NAME
-from contracts.problems import describe_problems, join_problems
+from contracts.problems import FieldProblem, describe_problems, join_problems
 
 SPEC_VERSION = "1.0"
 STRUCTURED = "application/cloudevents+json"
@@ -35,9 +35,9 @@ class EnvelopeError(ValueError):
 
 
 class InvalidData(EnvelopeError):
-    """The envelope is sound but the data does not fit its type. ``problems`` are (field, message)."""
+    """The envelope is sound but the data does not fit its type. ``problems``: what is wrong, by field."""
 
-    def __init__(self, envelope: Envelope, problems: list[tuple[str, str]]) -> None:
+    def __init__(self, envelope: Envelope, problems: list[FieldProblem]) -> None:
         self.envelope = envelope
         self.problems = problems
         super().__init__(join_problems(problems))
@@ -179,7 +179,8 @@ def parse(envelope: Envelope, data: Any) -> Event:
     if model is None:
         raise EnvelopeError(f"unknown event type {envelope.type!r}")
     if not isinstance(data, dict):
-        raise InvalidData(envelope, [("", f"the body must be a JSON object, not {type(data).__name__}")])
+        message = f"the body must be a JSON object, not {type(data).__name__}"
+        raise InvalidData(envelope, [FieldProblem(field="", message=message)])
     try:
         return read_data(envelope.type, data)
     except ValidationError as error:

@@ -10,11 +10,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-#: (dotted field, what to change). '' is the request as a whole.
-FieldProblem = tuple[str, str]
 _MAX_SHOWN_CHARS = 60
 #: By the type of an error: what the value must be; {} are the error's own numbers.
 _MUST_BE = {
@@ -56,6 +54,15 @@ _FORMS = (
 )
 
 
+class FieldProblem(BaseModel):
+    """One thing wrong with a request, and where. ``field`` is dotted; '' is the request as a whole."""
+
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+    field: str
+    message: str
+
+
 def describe_problems(error: ValidationError, data: Any, model: type[BaseModel] | None = None) -> list[FieldProblem]:
     """Return each problem once, with its field.
 
@@ -76,12 +83,12 @@ def describe_problems(error: ValidationError, data: Any, model: type[BaseModel] 
             problems[field] += f"; {text}" if text not in problems[field] else ""
         else:
             problems[field] = text
-    return list(problems.items())
+    return [FieldProblem(field=field, message=message) for field, message in problems.items()]
 
 
 def join_problems(problems: Iterable[FieldProblem], separator: str = "; ") -> str:
     """Return problems as one text."""
-    return separator.join(f"{field}: {text}" if field else text for field, text in problems)
+    return separator.join(f"{each.field}: {each.message}" if each.field else each.message for each in problems)
 
 
 def _locate(detail: ErrorDetails, data: Any) -> tuple[tuple[str | int, ...], dict[tuple[str | int, ...], str]]:

@@ -12,6 +12,7 @@ from typing import Any
 from contracts.base import Event
 from contracts.events import capacity, checkpoint, dataset, model, node, request, run, study
 from contracts.formats import format_bytes, format_metrics, format_time, plural
+from contracts.problems import join_problems
 
 #: Metrics, and ranks or nodes, that a sentence names.
 MAX_NAMED_METRICS = 4
@@ -59,7 +60,7 @@ def explain_request(*, scheduler_answers: bool) -> str:
 
 def format_problems(fact: run.RunRejected) -> str:
     """Return what is wrong with a request, each problem with its field."""
-    return "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in fact.problems) or fact.reason
+    return join_problems(fact.problems) or fact.reason
 
 
 def format_members(members: Iterable[run.Member]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contracts.base import Fact, Token
-from contracts.events.run import Problem
+from contracts.problems import FieldProblem
 
 
 class RequestFact(Fact, aggregate="request", id_field="request_id"):
@@ -20,4 +20,4 @@ class RequestRefused(RequestFact, fact="refused"):
     request_type: str
     ce_id: str
     reason: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FieldProblem, ...] = ()

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts import subjects
 from contracts.base import Fact, Instant, ObjectUri, Sha256, Token
+from contracts.problems import FieldProblem
 from contracts.spec.run import RunSpec
 
 
@@ -26,13 +27,6 @@ class GenerationFact(RunFact, occurrence="generation"):
     """A fact of one placement. What an older generation says is ignored everywhere."""
 
     generation: int = Field(ge=1)
-
-
-class Problem(FactPart):
-    """One thing wrong with a request, and where. ``field`` is dotted; '' is the request as a whole."""
-
-    field: str
-    message: str
 
 
 class CheckpointRef(FactPart):
@@ -89,7 +83,7 @@ class RunRejected(RunFact, fact="rejected"):
 
     name: str | None = None
     reason: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FieldProblem, ...] = ()
     decision: DecisionRecord | None = None
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from contracts.base import Fact, ObjectUri, Token
-from contracts.events.run import FactPart, Problem
+from contracts.events.run import FactPart
+from contracts.problems import FieldProblem
 from contracts.spec.study import StudySpec
 
 
@@ -24,7 +25,7 @@ class StudyRejected(StudyFact, fact="rejected"):
 
     name: str | None = None
     reason: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FieldProblem, ...] = ()
 
 
 class KnownTrial(FactPart):

@@ -13,6 +13,7 @@ from contracts import subjects, topology
 from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
+from contracts.problems import FieldProblem
 from contracts.scheduling import Policy
 from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
@@ -58,12 +59,13 @@ class Commands:
         try:
             data = read_json(body)
         except EnvelopeError as error:
-            raise InvalidData(envelope, [("", str(error))]) from error
+            raise InvalidData(envelope, [FieldProblem(field="", message=str(error))]) from error
         if fields and isinstance(data, dict):
             data = {**data, **fields}
         request = parse(envelope, data)
         if not isinstance(request, kind):
-            raise InvalidData(envelope, [("", f"the body must be a {kind.verb} request")])
+            wrong = FieldProblem(field="", message=f"the body must be a {kind.verb} request")
+            raise InvalidData(envelope, [wrong])
         return request, envelope
 
     async def publish_study(self, request: Request, envelope: Envelope, study_id: str) -> AcceptedStudyRequest:

@@ -13,12 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from contracts.envelope import InvalidData
-from contracts.problems import describe_detail
+from contracts.problems import FieldProblem, describe_detail, join_problems
 from services.gateway.commands import BusUnavailable, KeyReused
 from services.gateway.pages import BadCursor
 from services.gateway.queries import NotFound
 from services.gateway.run_lookup import AmbiguousReference
-from services.gateway.views import FieldProblem
 from services.kit.bus import TransientError
 
 MEDIA_TYPE = "application/problem+json"
@@ -98,16 +97,14 @@ def add_problem_handlers(app: FastAPI) -> None:
         return problem_response(status, str(error), kind, candidates=getattr(error, "candidates", []))
 
     async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
-        problems = [{"field": field, "message": message} for field, message in error.problems]
-        return problem_response(422, str(error), "invalid-request", problems=problems)
+        return problem_response(422, str(error), "invalid-request", problems=error.problems)
 
     async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
         problems = [
-            {"field": ".".join(str(part) for part in detail["loc"][1:]), "message": describe_detail(detail)}
+            FieldProblem(field=".".join(str(part) for part in detail["loc"][1:]), message=describe_detail(detail))
             for detail in error.errors()
         ]
-        detail = "; ".join(f"{each['field']}: {each['message']}" for each in problems)
-        return problem_response(422, detail, "invalid-request", problems=problems)
+        return problem_response(422, join_problems(problems), "invalid-request", problems=problems)
 
     async def on_defect(_: Request, error: Exception) -> JSONResponse:
         return problem_response(500, f"the gateway failed ({type(error).__name__}): its log says at what. Report it")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from contracts.base import TOKEN_PATTERN
 from contracts.events.capacity import PolicyOrigin
 from contracts.main_metric import choose_main_metric
+from contracts.problems import FieldProblem
 from contracts.state.node import NodeDrain
 from contracts.state.run import TERMINAL_STATES
 from services.gateway.core import rows
@@ -28,13 +29,6 @@ Time = Annotated[datetime, BeforeValidator(_time)]
 class View(BaseModel):
     #: NaN and infinity travel as text, as in facts: JSON has no number for them.
     model_config = ConfigDict(from_attributes=True, ser_json_inf_nan="strings")
-
-
-class FieldProblem(View):
-    """One thing wrong with a request; ``field`` is dotted, '' is the request as a whole."""
-
-    field: str
-    message: str
 
 
 class StoredPackage(BaseModel):

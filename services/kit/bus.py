@@ -30,7 +30,6 @@ from contracts import subjects, topology
 from contracts.base import Event, Fact, request_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, fact_envelope
 from contracts.events.request import RequestRefused
-from contracts.events.run import Problem
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock, SystemClock
 from services.kit.concurrency import cancel_and_wait
@@ -425,7 +424,7 @@ class Bus:
             request_type=envelope.type,
             ce_id=envelope.id,
             reason=str(error)[:REASON_CHARACTERS],
-            problems=tuple(Problem(field=field, message=message) for field, message in error.problems if field),
+            problems=tuple(each for each in error.problems if each.field),
         )
         await self.publish(fact, envelope)
 

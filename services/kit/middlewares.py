@@ -28,6 +28,7 @@ from prometheus_client import Counter, Histogram
 from contracts import topology
 from contracts.base import Event
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, decode, identify
+from contracts.problems import FieldProblem
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock
 from services.kit.dead_letters import DeadLetter, DeadLetterLimit
@@ -220,7 +221,8 @@ class AcknowledgementMiddleware(GroupMiddleware):
     async def _refuse(self, refuse: RefuseRequest, error: EnvelopeError | PoisonMessage) -> str:
         """Answer the sender of a request that cannot be done, and take it off the consumer."""
         raw = raw_of(self.msg)
-        invalid = error if isinstance(error, InvalidData) else InvalidData(identify(raw), [("", str(error))])
+        whole = FieldProblem(field="", message=str(error))
+        invalid = error if isinstance(error, InvalidData) else InvalidData(identify(raw), [whole])
         try:
             is_answered = False
             if isinstance(error, EnvelopeError) and self.group.on_invalid is not None:

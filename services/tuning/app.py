@@ -16,7 +16,6 @@ from contracts import subjects, topology
 from contracts.base import Request, study_id_for
 from contracts.envelope import Envelope, InvalidData, RawMessage
 from contracts.events.run import (
-    Problem,
     RunAccepted,
     RunCancelled,
     RunCancelling,
@@ -37,6 +36,7 @@ from contracts.events.study import (
     TrialFact,
 )
 from contracts.events.train import CancelRequested, StopStudyRequested, TuneRequested
+from contracts.problems import FieldProblem
 from contracts.state.study import Studies, Study, Trial
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.concurrency import cancel_and_wait
@@ -97,7 +97,7 @@ class Tuner:
         metrics.STUDIES.labels("accepted").inc()
         log.info("study accepted", study_id=study_id, name=spec.name, trials=spec.trials)
 
-    async def _reject(self, study_id: str, name: str | None, problems: list[Problem], cause: Envelope) -> None:
+    async def _reject(self, study_id: str, name: str | None, problems: list[FieldProblem], cause: Envelope) -> None:
         text = "; ".join(
             f"{each.field}: {each.message}" if each.field else each.message for each in problems[:MAX_NAMED_PROBLEMS]
         )
@@ -111,10 +111,9 @@ class Tuner:
         if error.envelope.type != TuneRequested.type:
             return False
         study_id = study_id_for(error.envelope.source, error.envelope.id)
-        problems = [Problem(field=field, message=message) for field, message in error.problems]
         async with self._lock:
             if study_id not in self._studies.sequences:
-                await self._reject(study_id, None, problems, error.envelope)
+                await self._reject(study_id, None, error.problems, error.envelope)
         return True
 
     async def on_stop(self, received: Message[StopStudyRequested]) -> None:

@@ -140,7 +140,7 @@ def test_data_of_version_1_is_checked_as_such() -> None:
     body = b'{"run_id": "r1", "generation": 2, "reason": "x", "queue_reason": "bored", "grace_s": 0}'
     with pytest.raises(InvalidData) as raised:
         decode(RawMessage("run.r1.preempting", body, {"ce-id": "x"}))
-    assert [field for field, _ in raised.value.problems] == ["queue_reason"]
+    assert [each.field for each in raised.value.problems] == ["queue_reason"]
 
 
 def test_an_adoption_of_version_1_is_read_with_its_preemption() -> None:

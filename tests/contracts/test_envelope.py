@@ -114,7 +114,7 @@ def test_a_character_in_two_halves_and_a_byte_order_mark_are_json() -> None:
 def test_problems_name_their_fields() -> None:
     with pytest.raises(InvalidData) as raised:
         decode(raw(json.dumps({"name": "", "command": ["x"], "slots": {"min": 0, "max": 1}}).encode()))
-    assert {field for field, _ in raised.value.problems} == {"name", "slots.min"}
+    assert {each.field for each in raised.value.problems} == {"name", "slots.min"}
 
 
 @given(st.binary(max_size=200), st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4))

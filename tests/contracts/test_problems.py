@@ -52,7 +52,7 @@ def test_each_problem_is_told_once_by_its_field(name: str) -> None:
     body = {**BODY, **change}
     with pytest.raises(ValidationError) as raised:
         TrainRequested.model_validate(body)
-    found = dict(describe_problems(raised.value, body, TrainRequested))
+    found = {each.field: each.message for each in describe_problems(raised.value, body, TrainRequested)}
     assert found.keys() == expected.keys()
     for field, text in expected.items():
         assert found[field].startswith(text), found

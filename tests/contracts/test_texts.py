@@ -18,7 +18,6 @@ from contracts.events.node import NodeJoined
 from contracts.events.run import (
     CheckpointRef,
     Member,
-    Problem,
     RunAccepted,
     RunCancelled,
     RunCancelling,
@@ -31,6 +30,7 @@ from contracts.events.run import (
     RunStarted,
     RunStopping,
 )
+from contracts.problems import FieldProblem
 from contracts.spec.run import RunSpec
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("contracts/examples/valid/*/*.json"))
@@ -107,7 +107,7 @@ SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.
         ),
         (RunCompleted(run_id="r1", generation=1, metrics={"loss": 0.08321}), "completed: loss 0.08321"),
         (
-            RunRejected(run_id="r1", reason="invalid", problems=(Problem(field="slots", message="too many"),)),
+            RunRejected(run_id="r1", reason="invalid", problems=(FieldProblem(field="slots", message="too many"),)),
             "rejected: slots: too many",
         ),
         (RunAccepted(run_id="r1", spec=SPEC, request_id="q", request_source="s"), "accepted as 'digits': 1 slot"),

@@ -13,7 +13,6 @@ import pytest
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
-    Problem,
     RunAccepted,
     RunCompleted,
     RunEvaluated,
@@ -24,6 +23,7 @@ from contracts.events.run import (
     RunRejected,
     RunStarted,
 )
+from contracts.problems import FieldProblem
 from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.kit.bus import Bus
 from tests.gateway.conftest import RUN, SPEC, Running, life, placed, progress, ref
@@ -62,7 +62,7 @@ MEASURED = SPEC.model_copy(
 )
 OTHER = SPEC.model_copy(update={"name": "other", "params": {"lr": 0.1}})
 LOG = RunLog(run_id=RUN, generation=1, rank=0, offset=0, lines=("epoch 1 <b>loss</b> 0.5", "epoch 2 loss 0.4"))
-REJECTION = Problem(field="slotz", message="unknown field: did you mean slots?")
+REJECTION = FieldProblem(field="slotz", message="unknown field: did you mean slots?")
 #: A promoted run with its evaluation, a run that goes on, and requests that were refused.
 FACTS: list[Any] = [
     *life(spec=TRAINED)[:6],

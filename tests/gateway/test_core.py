@@ -17,7 +17,6 @@ from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.node import NodeDraining, NodeJoined, NodeLost, NodeNotice, NodeUndrained, NodeUnfit
 from contracts.events.run import (
-    Problem,
     RunCancelled,
     RunCancelling,
     RunCompleted,
@@ -35,6 +34,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.events.train import RestoreRequested
+from contracts.problems import FieldProblem
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.node import drain_in_force
@@ -66,7 +66,7 @@ STOPPING = RunStopping(run_id=RUN, generation=1, reason="preempted", message="r"
 CANCELLING = RunCancelling(run_id=RUN, reason="asked")
 QUEUED_AGAIN = RunQueued(run_id=RUN, next_generation=2, reason="crashed")
 COMPLETED = RunCompleted(run_id=RUN, generation=1)
-REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots", message="too many"),))
+REJECTED = RunRejected(run_id=RUN, reason="no", problems=(FieldProblem(field="slots", message="too many"),))
 
 
 @pytest.mark.parametrize(

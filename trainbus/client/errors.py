@@ -43,5 +43,6 @@ def invalid_request(error: ValidationError, data: Any, model: type[BaseModel]) -
     """Return an error that names each problem of ``data`` with its field."""
     from contracts.problems import describe_problems, join_problems
 
-    problems = [(field or "request", text) for field, text in describe_problems(error, data, model)]
+    found = describe_problems(error, data, model)
+    problems = [each if each.field else each.model_copy(update={"field": "request"}) for each in found]
     return UsageError("the request is not valid:\n  " + join_problems(problems, "\n  "))

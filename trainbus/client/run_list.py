@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.run import CheckpointRef
-from contracts.problems import join_problems
+from contracts.problems import FieldProblem, join_problems
 from contracts.spec.run import RunSpec
 from contracts.state.node import NodeDrain
 from contracts.state.run import STATES, TERMINAL_STATES
@@ -132,7 +132,7 @@ def read_view(found: Mapping[str, Any]) -> RunView:
     view.steps_per_s, view.state_digest = found["steps_per_s"], found["state_digest"] or ""
     view.log_tail, view.starts = tuple(found["log_tail"]), found["starts"]
     if found["problems"]:
-        view.reason = join_problems([(each["field"], each["message"]) for each in found["problems"]])
+        view.reason = join_problems(map(FieldProblem.model_validate, found["problems"]))
     if found["spec"] is not None:
         view.spec = RunSpec.model_validate(found["spec"])
         view.logical_ranks = view.spec.training.logical_ranks if view.spec.training else None

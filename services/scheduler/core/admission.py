@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from contracts.envelope import MAX_BODY_BYTES
-from contracts.events.run import CheckpointRef, Problem
+from contracts.events.run import CheckpointRef
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.problems import FieldProblem, join_problems
 from contracts.spec.data import DataSource
 from contracts.spec.launchers import describe_launcher
 from services.scheduler.core.decisions import AcceptRun, RejectRun
@@ -33,7 +34,7 @@ def depends_on_log(spec: TrainRequested) -> bool:
 def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptRun | RejectRun:
     """Accept the request unless it can never run. Too many slots is no such reason: nodes may join."""
     problems = [
-        Problem(
+        FieldProblem(
             field=field,
             message=f"no committed checkpoint has the manifest {uri}, or it was deleted: take the uri of one that is "
             "there (`trainbus checkpoints ls RUN`); one that is pinned stays",
@@ -43,31 +44,27 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
     ]
     if spec.kind == "evaluate" and isinstance(spec.data, DataSource):
         problems.append(
-            Problem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
+            FieldProblem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
         )
     if spec.command is not None and (problem := describe_launcher(spec.command, spec.slots.max)):
-        problems.append(Problem(field="command", message=problem))
+        problems.append(FieldProblem(field="command", message=problem))
     size = len(spec.model_dump_json(exclude_defaults=True).encode())
     if size > MAX_SPEC_BYTES:
         message = (
             f"the request has {size:,} bytes, more than the {MAX_SPEC_BYTES:,} that a placement can hold: put "
             "large params, env and files into the code package or the object store, and name them"
         )
-        problems.append(Problem(field="", message=message))
+        problems.append(FieldProblem(field="", message=message))
     if problems:
         return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
     return AcceptRun(run_id, spec.run_spec)
 
 
-def answer_invalid(run_id: str, data: Any, problems: Iterable[tuple[str, str]]) -> RejectRun:
-    """Reject what does not fit its schema with what is wrong, (field, message) each. ``data`` is the body, if any."""
+def answer_invalid(run_id: str, data: Any, problems: Sequence[FieldProblem]) -> RejectRun:
+    """Reject what does not fit its schema with what is wrong. ``data`` is the body, if any."""
     name = data.get("name") if isinstance(data, dict) else None
-    listed = tuple(Problem(field=field, message=message) for field, message in problems)
-    reason = "the request is not valid: " + "; ".join(
-        f"{problem.field}: {problem.message}" if problem.field else problem.message
-        for problem in listed[:MAX_NAMED_PROBLEMS]
-    )
-    return RejectRun(run_id, name[:NAME_LENGTH] if isinstance(name, str) else None, reason, listed)
+    reason = f"the request is not valid: {join_problems(problems[:MAX_NAMED_PROBLEMS])}"
+    return RejectRun(run_id, name[:NAME_LENGTH] if isinstance(name, str) else None, reason, tuple(problems))
 
 
 def answer_restore(parent: Run, run_id: str, request: RestoreRequested) -> AcceptRun | RejectRun:
@@ -77,7 +74,7 @@ def answer_restore(parent: Run, run_id: str, request: RestoreRequested) -> Accep
     if found is None:
         field, wanted = ("step", request.step) if request.step is not None else ("epoch", request.epoch)
         message = f"run {parent.run_id} has no committed checkpoint of {field} {wanted}; {_existing(parent)}"
-        return RejectRun(run_id, name, "there is no such checkpoint", (Problem(field=field, message=message),))
+        return RejectRun(run_id, name, "there is no such checkpoint", (FieldProblem(field=field, message=message),))
     begins = {"resume_from": found.uri, "init_from": None, "init_exclude": ()}
     spec = parent.spec.model_copy(update={"name": name, **begins})
     return AcceptRun(run_id, spec, parent.run_id)

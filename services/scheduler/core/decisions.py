@@ -13,7 +13,6 @@ from contracts.events.run import (
     CheckpointRef,
     DecisionRecord,
     Member,
-    Problem,
     QueueReason,
     RunAccepted,
     RunCancelled,
@@ -28,6 +27,7 @@ from contracts.events.run import (
     RunWaiting,
     StopReason,
 )
+from contracts.problems import FieldProblem
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.place.resource_request import useful
@@ -63,7 +63,7 @@ class RejectRun:
     run_id: str
     name: str | None
     reason: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FieldProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contracts.events.run import Problem
 from contracts.events.study import KnownTrial
 from contracts.events.train import TuneRequested
-from contracts.problems import describe_problems
+from contracts.problems import FieldProblem, describe_problems
 from contracts.spec.study import Parameter, StudyFields, StudySpec
 from contracts.state.study import Study
 from services.tuning.core.decide import overlay_params
@@ -19,11 +18,11 @@ from services.tuning.core.decide import overlay_params
 MAX_KNOWN_TRIALS = 1000
 
 
-def find_problems(request: TuneRequested, studies: Mapping[str, Study]) -> list[Problem]:
+def find_problems(request: TuneRequested, studies: Mapping[str, Study]) -> list[FieldProblem]:
     """Return what makes a study impossible; nothing if it can run."""
-    unknown = [Problem(field=name, message="there is no such field") for name in sorted(request.model_extra or {})]
+    unknown = [FieldProblem(field=name, message="there is no such field") for name in sorted(request.model_extra or {})]
     missing = [
-        Problem(field=name, message=message)
+        FieldProblem(field=name, message=message)
         for name, message in (
             ("name", "a study needs a name"),
             ("run", "give what each trial is a run of: the fields of train.requested"),
@@ -39,7 +38,7 @@ def find_problems(request: TuneRequested, studies: Mapping[str, Study]) -> list[
     try:
         spec = StudyFields.model_validate(request.model_dump(exclude=set(request.model_extra or ())))
     except ValidationError as error:
-        return [Problem(field=field, message=message) for field, message in describe_problems(error, {})]
+        return describe_problems(error, {})
     return [*_space_problems(spec), *_method_problems(spec), *_warm_problems(spec, studies), *_run_problems(spec)]
 
 
@@ -75,11 +74,11 @@ def _contains(space: Mapping[str, Parameter], params: Mapping[str, Any], name: s
     return parameter.low <= value <= parameter.high
 
 
-def _space_problems(spec: StudyFields) -> list[Problem]:
+def _space_problems(spec: StudyFields) -> list[FieldProblem]:
     problems, before = [], set[str]()
     for name, parameter in spec.space.items():
         problems += [
-            Problem(field=f"space.{name}.when", message=f"{other!r} is no parameter that stands before it")
+            FieldProblem(field=f"space.{name}.when", message=f"{other!r} is no parameter that stands before it")
             for other in parameter.when
             if other not in before
         ]
@@ -87,52 +86,54 @@ def _space_problems(spec: StudyFields) -> list[Problem]:
         if spec.sampler.name == "grid":
             if parameter.type == "float" and parameter.step is None:
                 message = "a grid needs steps: give 'step', or list the values as choices"
-                problems.append(Problem(field=f"space.{name}", message=message))
+                problems.append(FieldProblem(field=f"space.{name}", message=message))
             if parameter.when:
                 message = "a grid has no conditional parameters: use the sampler tpe or random"
-                problems.append(Problem(field=f"space.{name}.when", message=message))
+                problems.append(FieldProblem(field=f"space.{name}.when", message=message))
         if name.startswith("training.") and spec.run.training is None:
             message = "the run has no training: give run.training, or search a parameter of the script"
-            problems.append(Problem(field=f"space.{name}", message=message))
+            problems.append(FieldProblem(field=f"space.{name}", message=message))
     for index, first in enumerate(spec.first):
         problems += [
-            Problem(field=f"first.{index}.{name}", message="there is no such parameter in the space, or it is outside")
+            FieldProblem(
+                field=f"first.{index}.{name}", message="there is no such parameter in the space, or it is outside"
+            )
             for name in first
             if name not in spec.space or not _contains({name: spec.space[name]}, {name: first[name]}, name)
         ]
     return problems
 
 
-def _method_problems(spec: StudyFields) -> list[Problem]:
+def _method_problems(spec: StudyFields) -> list[FieldProblem]:
     problems = []
     if len(spec.objectives) > 1 and spec.pruning.name != "none":
         message = "pruning compares one objective: leave it out, or name one objective"
-        problems.append(Problem(field="pruning.name", message=message))
+        problems.append(FieldProblem(field="pruning.name", message=message))
     if len(spec.objectives) > 1 and spec.sampler.name == "cmaes":
-        problems.append(Problem(field="sampler.name", message="cmaes has one objective: use tpe or gp"))
+        problems.append(FieldProblem(field="sampler.name", message="cmaes has one objective: use tpe or gp"))
     if spec.pruning.name != "none" and spec.trial_epochs is None:
         message = "pruning counts epochs: give run.training.epochs, or 'epochs' for a script"
-        problems.append(Problem(field="pruning.name", message=message))
+        problems.append(FieldProblem(field="pruning.name", message=message))
     if spec.pruning.name == "extrapolation" and spec.run.task is None and not spec.epochs_param:
         message = "a script that pauses needs to know how far to train: name its parameter in 'epochs_param'"
-        problems.append(Problem(field="epochs_param", message=message))
+        problems.append(FieldProblem(field="epochs_param", message=message))
     return problems
 
 
-def _warm_problems(spec: StudyFields, studies: Mapping[str, Study]) -> list[Problem]:
+def _warm_problems(spec: StudyFields, studies: Mapping[str, Study]) -> list[FieldProblem]:
     problems = []
     for study_id in spec.warm_start:
         earlier = studies.get(study_id)
         if earlier is None:
             message = f"there is no study {study_id}: take one that `trainbus tune ls` lists"
-            problems.append(Problem(field="warm_start", message=message))
+            problems.append(FieldProblem(field="warm_start", message=message))
         elif tuple(earlier.spec.objectives) != tuple(spec.objectives):
             message = f"study {study_id} has other objectives"
-            problems.append(Problem(field="warm_start", message=message))
+            problems.append(FieldProblem(field="warm_start", message=message))
     return problems
 
 
-def _run_problems(spec: StudyFields) -> list[Problem]:
+def _run_problems(spec: StudyFields) -> list[FieldProblem]:
     """Check one point of the space as a request, so that not the first trial finds out."""
     from contracts.events.train import TrainRequested
 
@@ -146,8 +147,8 @@ def _run_problems(spec: StudyFields) -> list[Problem]:
         TrainRequested.model_validate({**body, "name": spec.name})
     except ValidationError as error:
         return [
-            Problem(field=".".join(filter(None, ("run", field))), message=text)
-            for field, text in describe_problems(error, body)
+            FieldProblem(field=".".join(filter(None, ("run", each.field))), message=each.message)
+            for each in describe_problems(error, body)
         ]
     return []
 

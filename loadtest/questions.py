@@ -22,8 +22,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,6 +56,7 @@ from services.gateway.store import Store
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from services.kit.settings import Settings
+from tests.gateway.gateway_process import spawn_gateway
 
 NODES, SLOTS = 50, 8
 #: Runs at the end of the log that still wait or train.
@@ -163,36 +163,6 @@ async def wait_until_stored(bus: Bus, count: int) -> None:
     await bus.nc.flush(timeout=60)
     while (await bus.js.stream_info("FACTS")).state.messages < count:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def spawn_gateway(settings: GatewaySettings, log: Path, progress: Progress) -> AsyncIterator[str]:
-    """Run a gateway and yield its address once its read model has caught up."""
-    port = free_ports(1)[0]
-    variables = {
-        "TRAINBUS_NATS_URL": settings.nats_url,
-        "TRAINBUS_DATA_DIR": str(settings.data_dir),
-        "TRAINBUS_GATEWAY_PORT": str(port),
-        "TRAINBUS_GATEWAY_DATABASE_URL": settings.database_url,
-    }
-    with log.open("wb") as stderr:
-        command = (sys.executable, "-m", "services.gateway")
-        process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **variables}, stderr=stderr)
-    bar = progress.add_task("the read model catches up", total=None)
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            while process.returncode is None:
-                try:
-                    if (await http.get("/ready")).is_success:
-                        break
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.1)
-        progress.remove_task(bar)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +355,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 else:
                     await fill_rows(bus, settings, count, progress)
                 found[f"{name}_written_s"], began = time.perf_counter() - began, time.perf_counter()
-                async with spawn_gateway(settings, part / "gateway.log", progress) as url:
+                port, bar = free_ports(1)[0], progress.add_task("the read model catches up", total=None)
+                url = f"http://127.0.0.1:{port}"
+                async with spawn_gateway(settings, port, part / "gateway.log"):
+                    progress.remove_task(bar)
                     found[f"{name}_ready_s"] = time.perf_counter() - began
                     costs = await asyncio.to_thread(measure_commands, url, count)
                     found[f"{name}_commands"] = {

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import sys
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -24,6 +20,7 @@ from services.kit import http_server
 from services.kit.bus import Bus
 from services.kit.ports import free_ports
 from tests.gateway.conftest import RUN, SPEC, Running, until
+from tests.gateway.gateway_process import spawn_gateway
 from tests.tcp_proxy import PORTION, TcpProxy
 from trainbus.client import connection
 from trainbus.client.connection import Connection
@@ -106,34 +103,6 @@ class TwoGateways(TcpProxy):
             sink.close()
 
         await asyncio.gather(pump(from_client, upstream_writer), pump(upstream_reader, to_gateway))
-
-
-@asynccontextmanager
-async def spawn_gateway(settings: GatewaySettings, port: int) -> AsyncIterator[Process]:
-    """Run a gateway as a process of its own and wait until it is ready."""
-    variables = {
-        "TRAINBUS_NATS_URL": settings.nats_url,
-        "TRAINBUS_DATA_DIR": str(settings.data_dir),
-        "TRAINBUS_GATEWAY_PORT": str(port),
-        "TRAINBUS_GATEWAY_DATABASE_URL": settings.database_url,
-        "TRAINBUS_S3_ENDPOINT": settings.s3_endpoint or "",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.gateway", env={**os.environ, **variables}
-    )
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            while True:
-                with suppress(httpx.TransportError):
-                    if (await http.get("/ready")).status_code == 200:
-                        break
-                assert process.returncode is None
-                await asyncio.sleep(0.05)
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 async def test_two_gateways_behind_one_address_are_one(

@@ -32,21 +32,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress
 
-from contracts.base import Fact
-from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined
-from contracts.events.run import (
-    CheckpointRef,
-    Member,
-    RunAccepted,
-    RunCompleted,
-    RunExited,
-    RunPlaced,
-    RunQueued,
-    RunStarted,
-)
+from contracts.events.run import Member
 from contracts.spec.run import RunSpec
 from loadtest.common import percentile, report
+from loadtest.run_facts import make_run_facts
 from loadtest.server import nats_server
 from services.gateway.core.fold import Rows
 from services.gateway.core.rows import Run
@@ -100,32 +90,6 @@ def spec_of(number: int) -> RunSpec:
     )
 
 
-def life_of(number: int) -> list[Fact]:
-    """Return the seven facts of a run that trained and ended well."""
-    spec, node = spec_of(number), f"n{number % NODES}"
-    reached = CheckpointRef(
-        uri=f"s3://models/default/{ANY_RUN}/checkpoints/epoch_1/step_9.json", step=9, epoch=1, samples_consumed=576
-    )
-    placed = RunPlaced(
-        run_id=ANY_RUN,
-        generation=1,
-        members=(Member(node_id=node, slots=(0,), ranks=(0,)),),
-        world_size=1,
-        spec=spec,
-        decided_at_sequence=0,
-        decided_at=datetime(2026, 1, 1, tzinfo=UTC),
-    )
-    return [
-        RunAccepted(run_id=ANY_RUN, spec=spec, request_id="q", request_source="loadtest"),
-        RunQueued(run_id=ANY_RUN, next_generation=1),
-        placed,
-        RunStarted(run_id=ANY_RUN, generation=1, node_id=node),
-        CheckpointCommitted(run_id=ANY_RUN, generation=1, checkpoint=reached, size_bytes=1000),
-        RunExited(run_id=ANY_RUN, generation=1, node_id=node, outcome="succeeded", step=9),
-        RunCompleted(run_id=ANY_RUN, generation=1, checkpoint=reached, metrics={"loss": 0.25}),
-    ]
-
-
 def facts_of(count: int) -> Iterator[tuple[str, bytes]]:
     """Yield the subject and the body of every fact; the last runs wait, or train."""
     for number in range(NODES):
@@ -136,7 +100,8 @@ def facts_of(count: int) -> Iterator[tuple[str, bytes]]:
     for number in range(count):
         kind = number % period
         if kind not in texts:
-            facts = life_of(kind)
+            node = Member(node_id=f"n{kind % NODES}", slots=(0,), ranks=(0,))
+            facts = make_run_facts(ANY_RUN, spec_of(kind), (node,))
             texts[kind] = [(fact.subject, fact.model_dump_json(exclude_defaults=True)) for fact in facts]
         left = count - number
         shown = texts[kind] if left > LIVE_RUNS else texts[kind][: 4 if left % 2 else 2]

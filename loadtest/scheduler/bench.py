@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,29 +18,18 @@ from typing import Any
 import psutil
 
 from contracts.base import Fact, run_id_for
-from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined
-from contracts.events.run import (
-    CheckpointRef,
-    Member,
-    RunAccepted,
-    RunCompleted,
-    RunExited,
-    RunPlaced,
-    RunQueued,
-    RunStarted,
-)
+from contracts.events.run import Member, RunAccepted, RunQueued
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
+from loadtest.run_facts import SOURCE, make_run_facts
 from services.kit.batch import MAX_BATCH_MESSAGES, BatchPublisher
 from services.kit.bus import Bus, OutgoingMessage
 from services.kit.follow import follow
 from services.kit.settings import Settings
 from trainbus.embedded.servers import NatsServer
 
-SOURCE = "loadtest"
 CODE = {"uri": "s3://code/" + "ab" * 32 + ".tar.gz", "sha256": "ab" * 32}
-EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Watch:
@@ -220,8 +207,7 @@ class Prefill:
             Member(node_id=node_id, slots=tuple(range(slots)), ranks=tuple(range(index * slots, (index + 1) * slots)))
             for index, node_id in enumerate(node_ids)
         )
-        await self.say(self._accepted(run_id, len(node_ids) * slots), RunQueued(run_id=run_id, next_generation=1))
-        await self.say(*self._lived(run_id, len(node_ids) * slots, members)[:1])
+        await self.say(*self._facts(run_id, members)[:3])
         await self.flush()
         return await self.bus.get_last_sequence(f"run.{run_id}.placed")
 
@@ -230,32 +216,16 @@ class Prefill:
         for number in range(count):
             run_id = f"past{number:06}"
             members = (Member(node_id=f"n{number % 250:04}", slots=(number // 250 % 8,), ranks=(0,)),)
-            await self.say(self._accepted(run_id, 1), RunQueued(run_id=run_id, next_generation=1))
-            await self.say(*self._lived(run_id, 1, members))
+            await self.say(*self._facts(run_id, members))
             if number % 1000 == 999:
                 progress(number + 1)
         await self.flush()
 
-    def _accepted(self, run_id: str, slots: int) -> RunAccepted:
+    def _facts(self, run_id: str, members: tuple[Member, ...]) -> list[Fact]:
         user = f"user{zlib.crc32(run_id.encode()) % 50}"
+        slots = sum(len(member.slots) for member in members)
         training = {"task": "project.train:Task", "code": CODE, "training": {"epochs": 3, "global_batch": 256}}
         spec = RunSpec.model_validate(
             {"name": f"train-{run_id}", "user": user, "team": "research/vision", "slots": slots, **training}
         )
-        return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)
-
-    def _lived(self, run_id: str, slots: int, members: tuple[Member, ...]) -> list[Fact]:
-        spec = self._accepted(run_id, slots).spec
-        uri = f"s3://models/default/{run_id}/checkpoints/epoch_3/step_00000300.g1.json"
-        ref = CheckpointRef(uri=uri, step=300, epoch=3, samples_consumed=76_800)
-        digest = hashlib.sha256(run_id.encode()).hexdigest()
-        common: dict[str, Any] = {"run_id": run_id, "generation": 1}
-        home = {**common, "node_id": members[0].node_id}
-        placed = {"members": members, "world_size": slots, "spec": spec, "decided_at_sequence": 1, "decided_at": EPOCH}
-        return [
-            RunPlaced(**common, **placed),
-            RunStarted(**home, exactness="exact"),
-            CheckpointCommitted(**common, checkpoint=ref, size_bytes=1, final=True, manifest_sha256=digest),
-            RunExited(**home, outcome="succeeded", step=300, metrics={"validation/loss": 0.25}),
-            RunCompleted(**common, checkpoint=ref, metrics={"validation/loss": 0.25}),
-        ]
+        return make_run_facts(run_id, spec, members)

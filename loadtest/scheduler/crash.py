@@ -44,7 +44,8 @@ from contracts.envelope import RawMessage, type_for_subject
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from loadtest.common import report
-from loadtest.scheduler.bench import SOURCE, connected
+from loadtest.run_facts import SOURCE
+from loadtest.scheduler.bench import connected
 from loadtest.scheduler.check import Checker
 from loadtest.scheduler.players import Players
 from loadtest.server import nats_server

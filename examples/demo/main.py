@@ -284,8 +284,7 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
 async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
     stage = demo.screen.stage("code package")
     package = pack_demo_project()
-    code = package.code()
-    code["uri"] = await upload_package(address, package)
+    code = package.code(await upload_package(address, package))
     demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
     return code
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pathspec import GitIgnoreSpec
 
-from services.kit.code_package import MAX_BYTES, MAX_FILES, package_uri
+from services.kit.code_package import MAX_BYTES, MAX_FILES
 from trainbus.client.errors import UsageError
 
 IGNORE_FILES = (".gitignore", ".trainbusignore")
@@ -63,14 +63,9 @@ class CodePackage:
     git_commit: str | None
     git_dirty: bool | None
 
-    def code(self) -> dict[str, Any]:
-        """Return the ``code`` of a request that runs this package; the gateway that stores it says where it is."""
-        found = {
-            "uri": package_uri("code", self.sha256),
-            "sha256": self.sha256,
-            "git_commit": self.git_commit,
-            "git_dirty": self.git_dirty,
-        }
+    def code(self, uri: str) -> dict[str, Any]:
+        """Return the ``code`` of a request that runs this package, which is stored at ``uri``."""
+        found = {"uri": uri, "sha256": self.sha256, "git_commit": self.git_commit, "git_dirty": self.git_dirty}
         return {name: value for name, value in found.items() if value is not None}
 
 

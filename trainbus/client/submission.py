@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from contracts.data_formats import recognize_format
 from contracts.events.train import TrainRequested
 from contracts.spec.launchers import describe_launcher
+from services.kit.code_package import package_uri
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import check_answer
 from trainbus.client.data_format import find_local_format
@@ -124,7 +125,8 @@ def build_request(
         body["command"] = shlex.split(command) if isinstance(command, str) else list(command)
         body.pop("task", None)
     if package is not None:
-        body["code"] = package.code()
+        # The request is validated before the upload, whose answer says where the package is: this address is replaced.
+        body["code"] = package.code(package_uri("code", package.sha256))
     body |= {name: given[name] for name in RUN_OPTIONS if name in given}
     if "slots" in given:
         body["slots"] = parse_slots(str(given["slots"]))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from contracts.events.run import RunPrepared
@@ -220,6 +220,7 @@ def test_short_runs_pass_and_no_long_one_is_left_behind() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), acts=st.integers(10, 120), foresee=st.booleans())
+@example(seed=731, acts=34, foresee=False)
 def test_any_history_keeps_the_invariants(seed: int, acts: int, foresee: bool) -> None:
     """``World.step`` compares what is remembered from cycle to cycle with what is made anew."""
     policy = POLICY.model_copy(

@@ -13,7 +13,6 @@ from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.order import queue
 from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.policy_features import BY_SERVICE, Feature, PolicyFeatures, Shortcut
-from services.scheduler.core.price import is_resumable
 from services.scheduler.core.quota.entitlements import held
 from services.scheduler.core.state.cluster import Cluster, schedulable_nodes
 from services.scheduler.core.state.index import Key, RunCache
@@ -176,13 +175,13 @@ class PreemptionRules:
         if each.run.reserved is not None:
             return None  # a run whose start was promised is not stopped as soon as it has come
         if is_by_share:
-            return PreemptionRule("share", rules.min_run_s) if may_take and is_resumable(each.run) else None
+            return PreemptionRule("share", rules.min_run_s) if may_take and each.run.is_resumable else None
         if queue.may_preempt(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-            if by != "priority" and not is_resumable(each.run):
+            if by != "priority" and not each.run.is_resumable:
                 return None  # its work would be destroyed only to change the order
             return PreemptionRule("order", rules.quantum_s if by in BY_SERVICE else rules.min_run_s)
-        if rules.overtakers and each.run.placed_at > preemptor.queued_at and is_resumable(each.run):
+        if rules.overtakers and each.run.placed_at > preemptor.queued_at and each.run.is_resumable:
             if preemptor.is_promised:
                 return PreemptionRule("ahead", 0.0)  # a promise is kept
             if key < each.key:

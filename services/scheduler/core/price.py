@@ -23,21 +23,12 @@ class Price(NamedTuple):
         return self.gain_slot_s > self.cost_slot_s
 
 
-def is_resumable(run: Run) -> bool:
-    """Whether the run continues from a checkpoint when it gets slots again, rather than start again.
-
-    A run without a grace period makes no checkpoint when it is preempted: it needs one that is committed.
-    """
-    makes_checkpoints = run.spec.task is not None and run.spec.kind == "train"
-    return makes_checkpoints and (run.spec.grace_s > 0 or run.newest is not None)
-
-
 def lost_slot_s(run: Run, now: datetime) -> float:
     """Return the slot-seconds since the work of the run was last safe.
 
     A run that cannot resume loses all of its present generation.
     """
-    safe_at = max(run.committed_at, run.placed_at) if is_resumable(run) else run.placed_at
+    safe_at = max(run.committed_at, run.placed_at) if run.is_resumable else run.placed_at
     return run.slot_count * max((now - safe_at).total_seconds(), 0.0)
 
 

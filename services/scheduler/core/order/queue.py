@@ -243,11 +243,13 @@ def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
 
 def _update_allocation(cluster: Cluster, run_id: str) -> None:
     if run_id not in cluster.active:
-        cluster.index.update_allocation(run_id, None, stopping=False)
+        cluster.index.update_allocation(run_id, None, stopping=False, resumable=False)
         return
     try:
         run = cluster.runs[run_id]
-        cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.stopping is not None)
+        cluster.index.update_allocation(
+            run_id, run.spec.priority, stopping=run.stopping is not None, resumable=run.is_resumable
+        )
     except Exception as error:
         note_suspect(error, run_id=run_id)
         raise

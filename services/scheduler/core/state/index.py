@@ -82,6 +82,9 @@ class Index:
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
     stopping: set[str] = field(default_factory=set)
+    #: Those of them that would go on from a checkpoint; and a count of the changes of on what terms runs have slots.
+    resumable: set[str] = field(default_factory=set)
+    allocations_version: int = 0
     #: One object for all runs with the same request.
     request: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
@@ -134,12 +137,16 @@ class Index:
         self.sized[run_id] = size
         self.sizes[size] += 1
 
-    def update_allocation(self, run_id: str, priority: int | None, *, stopping: bool) -> None:
-        """Note that the run has slots and this priority; None: it has no slots."""
+    def update_allocation(self, run_id: str, priority: int | None, *, stopping: bool, resumable: bool) -> None:
+        """Note that the run has slots, on these terms; priority None: it has no slots."""
         for cache in self.caches.values():
             if isinstance(cache, RunCache):
                 cache.pop(run_id, None)
         known = self.priority.pop(run_id, None)
+        before = known, run_id in self.stopping, run_id in self.resumable
+        # (Who leaves has released its slots before, which its nodes count.)
+        if priority is not None and before != (priority, stopping, resumable):
+            self.allocations_version += 1
         if known is not None:
             self.priorities[known] -= 1
             if not self.priorities[known]:
@@ -147,10 +154,11 @@ class Index:
         if priority is not None:
             self.priority[run_id] = priority
             self.priorities[priority] += 1
-        if stopping:
-            self.stopping.add(run_id)
-        else:
-            self.stopping.discard(run_id)
+        for members, belongs in ((self.stopping, stopping), (self.resumable, resumable)):
+            if belongs:
+                members.add(run_id)
+            else:
+                members.discard(run_id)
 
     def uncount(self, run_id: str) -> None:
         size = self.sized.pop(run_id, None)

@@ -221,6 +221,15 @@ class Run:
         return self.exact and bool(self.machine) and self.newest is not None
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether it continues from a checkpoint when it gets slots again, rather than start again.
+
+        A run without a grace period makes no checkpoint when it is preempted: it needs one that is committed.
+        """
+        makes_checkpoints = self.spec.task is not None and self.spec.kind == "train"
+        return makes_checkpoints and (self.spec.grace_s > 0 or self.newest is not None)
+
+    @property
     def resume(self) -> CheckpointRef | None:
         """Where its next generation goes on: the last committed checkpoint."""
         if self.newest is not None:

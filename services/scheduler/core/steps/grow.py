@@ -9,7 +9,7 @@ from services.scheduler.core.decisions import StopRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.resource_request import avoided, resource_request_of, useful
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
-from services.scheduler.core.price import growth_price, is_resumable
+from services.scheduler.core.price import growth_price
 from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.run import EPOCH, Phase, Run
@@ -74,7 +74,7 @@ def _grow(cycle: CycleState, run: Run, idle: ClusterSnapshot) -> ClusterSnapshot
 
 def _can_restart(run: Run) -> bool:
     # A command has no checkpoints and would begin again; an evaluation is over before growing pays.
-    return is_resumable(run) and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
+    return run.is_resumable and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
 
 
 def _idle_snapshot(cycle: CycleState) -> ClusterSnapshot:

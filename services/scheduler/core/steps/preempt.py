@@ -67,9 +67,10 @@ class SavedSearches:
 class FailedSearches:
     """Searches for victims that found none, remembered until what they depend on changes.
 
-    That is: what is free, who has slots and who is stopping; the policy; and the clock, up to the next time at which
+    That is: what is free, and who has slots on what terms; the policy; and the clock, up to the next time at which
     a run has had its slots for long enough. Where more decides (quotas, shares, reservations, maintenance, turns),
-    searches are remembered within the cycle alone.
+    searches are remembered within the cycle alone. So are those that failed after slots had been given to other runs:
+    these may never get them, since a decision may not become a fact, and a run that waits may be cancelled.
     """
 
     def __init__(self, cycle: CycleState, reservations: Reservations | None) -> None:
@@ -80,14 +81,16 @@ class FailedSearches:
         self._state: tuple[Hashable, ...] | None = None
         #: (Request, standing) -> the least number of slots for which there were no victims.
         self.known: dict[tuple[ResourceRequest, Hashable], int] = {}
+        #: Those of them that later cycles may rely on.
+        self.lasting: dict[tuple[ResourceRequest, Hashable], int] = {}
         self.until_s = 0.0
         if not cycle.leaving and cycle.features.allows(Shortcut.SEARCH_MEMORY):
             versions = sum(node.version for node in cycle.cluster.nodes.values())
             limits = queue.wait_limits(cycle.cluster, policy)
-            self._state = (index.nodes_version, versions, frozenset(index.stopping), policy.digest, limits)
+            self._state = (index.nodes_version, versions, index.allocations_version, policy.digest, limits)
             saved = index.find_cache(SavedSearches)
             if saved.state == self._state and cycle.now_s + 2 * queue.AFTER_S < saved.until_s:
-                self.known, self.until_s = dict(saved.known), saved.until_s
+                self.known, self.lasting, self.until_s = dict(saved.known), dict(saved.known), saved.until_s
 
     def holds_for_all(self) -> bool:
         """Whether no run that waits need be searched for."""
@@ -120,17 +123,17 @@ class FailedSearches:
     def note(self, request: ResourceRequest, standing: Hashable, slots: int, *, is_lasting: bool) -> None:
         """Remember that there are no victims; unless ``is_lasting`` within this cycle only."""
         self.known[request, standing] = self.counted[request, standing] = slots
-        if not is_lasting:
-            self._state = None
+        if is_lasting:
+            self.lasting[request, standing] = slots
 
     def forget_earlier_cycles(self) -> None:
         """Forget what failed before this cycle: victims may have more slots than their preemptor takes."""
         self.known = dict(self.counted)
 
     def save(self, until_s: float) -> None:
-        """Save the failed searches for later cycles, if this one preempted no run."""
+        """Save the failed searches for later cycles."""
         index = self.cycle.cluster.index
-        index.caches[SavedSearches] = SavedSearches(self._state, until_s, self.known)
+        index.caches[SavedSearches] = SavedSearches(self._state, until_s, self.lasting)
 
 
 class Preemption:
@@ -154,6 +157,8 @@ class Preemption:
         #: What will be free once all runs that are stopping have released their slots.
         self.future: ClusterSnapshot
         self._misfits: dict[ResourceRequest, int] = {}
+        #: Whether another run gets slots that a search would find if that came to nothing.
+        self._is_given = bool(cycle.placements)
 
     def make_room(self) -> None:
         """Preempt for the blocked runs, in order, as long as that makes them fit."""
@@ -198,6 +203,7 @@ class Preemption:
             slots = self._preempt_for(key, run, request, unusable)
         if slots is not None:
             self.future.allocate(request.slot_spec, slots)
+            self._is_given = True
             cycle.entitlements.charge(run, slots)
             if is_blocked:
                 cycle.result.waits[run.run_id] = self._awaiting(cycle.result.waits[run.run_id], slots)
@@ -255,7 +261,7 @@ class Preemption:
                 trial.release(self.cycle.cluster.runs[victim.run_id], victim.freed)
             slots = self._find(run, request, closed) if victims else None
             if slots is None:
-                self.memory.note(request, standing, least, is_lasting=not closed)
+                self.memory.note(request, standing, least, is_lasting=not closed and not self._is_given)
                 return None
             trial.commit()
         priority = run.spec.priority

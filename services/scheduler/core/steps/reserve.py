@@ -19,7 +19,6 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
 from services.scheduler.core.policy_features import Feature, has_wait_limit
-from services.scheduler.core.price import is_resumable
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
@@ -249,7 +248,7 @@ class Reservations:
         """Whether the run, started now, has released the slots by the time that they are needed."""
         if each.run is run:
             return True
-        if self.policy.preemption.overtakers and run.spec.scheduling.preemptible and is_resumable(run):
+        if self.policy.preemption.overtakers and run.spec.scheduling.preemptible and run.is_resumable:
             # It is preempted when the slots are needed.
             return True
         expected, firm = self._expected(run)

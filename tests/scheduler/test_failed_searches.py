@@ -9,6 +9,7 @@ from typing import Any
 
 from contracts.events.run import RunStopping
 from contracts.scheduling import EvenWait, Order, Policy, Preemption
+from services.scheduler.core.decide import run_steps
 from tests.scheduler.world import World, spec
 
 #: Everything is short in these worlds: a second counts.
@@ -88,3 +89,30 @@ def test_a_search_is_made_again_when_a_run_may_be_preempted_since_its_first_chec
     world.commit("holder0", 1)
     world.settle()
     assert stopped(world) == ["holder0"]
+
+
+def test_a_search_is_made_again_when_the_clock_makes_two_runs_equal_by_a_key_before_the_one_that_preempts() -> None:
+    """No run is preempted by what it has attained, but priority decides only between runs that are equal in that."""
+    policy = Policy(order=Order(by=("least-attained", "priority"), skip=True), preemption=Preemption(by=("priority",)))
+    world = World(policy)
+    world.join("n1", 1)
+    world.accept("urgent", spec(1, 1))
+    world.settle()
+    world.start("urgent")
+    world.wait(4_000)
+    world.drain("n1")
+    world.settle()
+    world.release("urgent")
+    world.accept("holder", spec(1))
+    world.settle()
+    world.undrain("n1")
+    world.settle()
+    world.start("holder")
+    assert world.phase("holder") == "running"
+    world.wait(3_500)
+    world.settle()
+    wake = run_steps(world.cluster, world.now, policy).wake_at
+    assert wake is not None
+    world.now = wake
+    world.settle()
+    assert world.run("holder").stopping is not None

@@ -213,13 +213,15 @@ class PreemptionRules:
         if "fair-share" in rules.by and self.preemptible:
             # Standing changes all the time; as often as this is soon enough.
             found = now_s + self.cycle.cluster.usage.half_life_s * AHEAD_HALF_LIVES / 4
-        if not granted and not by_service:
+        # A key by which no run is preempted still decides whether those behind it are compared at all.
+        may_change = not BY_SERVICE.isdisjoint(self.policy.order.by[: self._depth])
+        if not granted and not may_change:
             return found
         for each in self.preemptible:
             for granted_s in granted:
                 if each.placed_s + granted_s > now_s:
                     found = min(found, each.placed_s + granted_s)
-            if by_service:
+            if may_change:
                 found = min(found, each.until_s)
         return found
 

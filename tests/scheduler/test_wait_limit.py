@@ -16,7 +16,7 @@ from services.scheduler.core.order import queue
 from services.scheduler.core.state.fifo_waits import PERIOD_S, FifoWaits
 from services.scheduler.policies import load
 from tests.scheduler.test_even_wait import give_way, go_on, submit, world_of
-from tests.scheduler.world import Chaos, World
+from tests.scheduler.world import Chaos, World, spec
 from trainbus.operate.simulation import generate, report
 from trainbus.operate.simulation.engine import simulate
 from trainbus.operate.simulation.traces import Job, Specs
@@ -157,3 +157,27 @@ def test_any_history_keeps_the_invariants(seed: int, acts: int, above: int) -> N
     refolded = fold(chaos.world.log)
     assert refolded == chaos.world.cluster
     assert refolded.slots_used == 0
+
+
+def test_a_run_that_gets_slots_just_before_its_wait_limit_is_not_looked_at_again_in_ages() -> None:
+    """Hardly any of what it attains counts: it would go down a level later than a clock can tell."""
+    order = Order(by=("least-attained",), skip=True, attained=LeastAttained(lift_after_s=1_000))
+    world = World(Policy(order=order, preemption=Preemption(by=("least-attained",))))
+    world.join("n1", 1)
+    world.accept("long", spec(1))
+    world.settle()
+    world.start("long")
+    world.wait(4_000)
+    world.drain("n1")
+    world.settle()
+    world.release("long")
+    world.settle()
+    world.wait(999.999999)
+    world.undrain("n1")
+    world.settle()
+    world.start("long")
+    world.accept("short", spec(1))
+    world.settle()
+    world.wait(1_000)
+    world.settle()
+    assert world.phase("short") == "queued"

@@ -30,6 +30,8 @@ MAX_PLACEMENT_WORK = 500_000
 MAX_SEARCH_WORK = 5_000
 #: After how many seconds the next cycle goes on with what one has left over.
 GO_ON_S = 0.001
+#: The end of what a clock can tell, in seconds since the epoch.
+END_OF_TIME_S = datetime.max.replace(tzinfo=UTC).timestamp()
 #: The parts of a cycle whose durations are measured. Runs are nominated one by one while they are placed.
 CyclePhase = Literal["settle", "order", "place", "preempt", "grow", "explain"]
 #: Called when a phase begins, which ends the one before: the core has no clock.
@@ -109,8 +111,8 @@ class CycleState:
         return Transaction(self.snapshot, self.entitlements)
 
     def wake_at(self, at_s: float) -> None:
-        """Run another cycle at this time at the latest."""
-        if at_s > self.now_s:
+        """Run another cycle at this time at the latest; one that no clock can tell never comes."""
+        if self.now_s < at_s < END_OF_TIME_S:
             self._wake_s = min(self._wake_s, at_s)
 
     def finish(self) -> CycleResult:

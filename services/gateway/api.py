@@ -31,7 +31,7 @@ from contracts.events.train import (
     UndrainRequested,
 )
 from contracts.state.run import STATES, TERMINAL_STATES
-from services.gateway import queries, studies, views
+from services.gateway import checkpoint_queries, queries, studies, views
 from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
 from services.gateway.datasets import dataset_routes
 from services.gateway.event_routes import event_routes
@@ -50,6 +50,7 @@ from services.gateway.page import (
     PAGE,
     docs_assets_dir,
 )
+from services.gateway.pages import MAX_INTEGER
 from services.gateway.parameters import MAX_RANGE, Follow, Key, LastEventId, Limit, RangeLimit, Reason, Text
 from services.gateway.policy_routes import policy_routes
 from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
@@ -59,6 +60,7 @@ from services.gateway.ranges import cut_range, read_newest, read_range
 from services.gateway.run_lookup import fetch_run, find_run
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
+from services.gateway.store import CHECKPOINTS
 from services.kit.bus import Message
 from services.kit.service import Service
 
@@ -66,6 +68,7 @@ from services.kit.service import Service
 AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
+Epoch = Annotated[int, Path(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 
 def build_api(service: Service, projection: Projection, files: RunFiles, settings: GatewaySettings) -> FastAPI:
@@ -207,16 +210,15 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     @router.post(
         "/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.AcceptedRequest
     )
-    async def restore(run: str, epoch: int, response: Response, key: Key = None) -> views.AcceptedRequest:
+    async def restore(run: str, epoch: Epoch, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Start a new run from the last checkpoint of an epoch. History is not rewritten."""
         row = await find_run(projection, run)
-        epochs = await restorable(row["run_id"])
-        if epoch not in epochs:
+        if not await has_epoch(row["run_id"], epoch):
             await projection.catch_up()
-            epochs = await restorable(row["run_id"])
-        if epoch not in epochs:
-            there = ", ".join(map(str, sorted(epochs))) or "none"
-            raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
+            if not await has_epoch(row["run_id"], epoch):
+                newest = await checkpoint_queries.read_newest_present(store, row["run_id"])
+                there = ", ".join(map(str, sorted({each.epoch for each in newest}))) or "none"
+                raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
         envelope = commands.envelope(RestoreRequested, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
         with suppress(NotFound):
@@ -228,8 +230,8 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         request = RestoreRequested(run_id=row["run_id"], epoch=epoch)
         return await commands.publish(request, envelope, run_id, parent_run_id=row["run_id"])
 
-    async def restorable(run_id: str) -> set[int]:
-        return {c.epoch for c in await queries.checkpoints(store, run_id) if c.deleted_at is None}
+    async def has_epoch(run_id: str, epoch: int) -> bool:
+        return bool(await checkpoint_queries.read_newest_present(store, run_id, CHECKPOINTS.c.epoch == epoch))
 
     return router
 
@@ -329,11 +331,10 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
         return await queries.curves(store, row["run_id"], name or [], max_points)
 
     @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
-    async def get_checkpoints(run: str) -> views.Checkpoints:
-        """Committed checkpoints, oldest first."""
+    async def get_checkpoints(run: str, limit: Limit = 100, cursor: str | None = None) -> views.Checkpoints:
+        """Committed checkpoints, the newest first."""
         row = await find_run(projection, run)
-        found = await queries.checkpoints(store, row["run_id"])
-        return views.Checkpoints(checkpoints=found, best=queries.find_best_checkpoint(row, found))
+        return await checkpoint_queries.list_checkpoints(store, row, limit=limit, cursor=cursor)
 
     @router.get("/training-runs/{run}/why", response_model=views.Why)
     async def get_why(run: str) -> dict[str, Any]:

@@ -17,18 +17,20 @@ from urllib.parse import quote
 from fastapi import APIRouter, Header, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
-from contracts.best_checkpoint import find_best, ranking_metrics
+from contracts.best_checkpoint import ranking_metrics
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.manifest import files_of
 from contracts.spec.run import RunSpec
 from contracts.verification import CheckpointVerification
-from services.gateway import queries, views
+from services.gateway import checkpoint_queries, views
 from services.gateway.checkpoint_verification import verify_checkpoints
 from services.gateway.core.rows import Checkpoint
 from services.gateway.long_answer import Advance, LongAnswers
+from services.gateway.pages import MAX_INTEGER
 from services.gateway.projection import Projection
 from services.gateway.queries import Row
 from services.gateway.run_lookup import find_run
+from services.gateway.store import CHECKPOINTS, Store
 from services.kit.chunks import read_piece
 from services.kit.concurrency import cancel_and_wait
 from services.kit.messages import TransientError
@@ -50,7 +52,9 @@ Mark = Annotated[str, Path(pattern=MARK_PATTERN, description="a step, best or la
 MarkQuery = Annotated[
     str | None, Query(alias="mark", pattern=MARK_PATTERN, description="a step, best or last; default: all")
 ]
-Generation = Annotated[int | None, Query(ge=0, description="of those of one step; default: the last generation's")]
+Generation = Annotated[
+    int | None, Query(ge=0, le=MAX_INTEGER, description="of those of one step; default: the last generation's")
+]
 Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
 Read = Callable[[int, int], AsyncIterator[bytes]]
@@ -123,10 +127,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
     async def find_checkpoint(run: str, mark: str, generation: int | None) -> tuple[Row, Checkpoint]:
         row = await find_run(projection, run)
         for is_last_try in (False, True):
-            known = [each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None]
-            # A generation that began further back may have committed the same step again.
-            known.sort(key=lambda each: (each.step, each.generation))
-            found = select_checkpoint(row, known, mark, generation)
+            found = await select_checkpoint(store, row, mark, generation)
             if isinstance(found, Checkpoint):
                 return row, found
             if not is_last_try:
@@ -208,13 +209,13 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
             return verify([(await find_checkpoint(run, mark, generation))[1]])
         row = await find_run(projection, run)
         await projection.catch_up()
-        return verify([each for each in await queries.checkpoints(store, row["run_id"]) if each.deleted_at is None])
+        return verify(await checkpoint_queries.read_present(store, row["run_id"]))
 
     @router.post("/checkpoints/verify", response_class=StreamingResponse)
     async def verify_all() -> StreamingResponse:
         """Read the checkpoints of all runs back, as those of one."""
         await projection.catch_up()
-        return verify(await queries.present_checkpoints(store))
+        return verify(await checkpoint_queries.read_present(store))
 
     def verify(chosen: list[Checkpoint]) -> StreamingResponse:
         async def work(advance: Advance) -> CheckpointVerification:
@@ -258,23 +259,28 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
     return router
 
 
-def select_checkpoint(row: Row, known: list[Checkpoint], mark: str, generation: int | None = None) -> Checkpoint | str:
+async def select_checkpoint(store: Store, row: Row, mark: str, generation: int | None = None) -> Checkpoint | str:
     """Return the checkpoint that a mark means, or why there is none."""
     run_id = row["run_id"]
-    if not known:
+    newest = await checkpoint_queries.read_newest_present(store, run_id)
+    if not newest:
         return f"run {run_id} has no committed checkpoint"
     if mark == LAST:
-        return known[-1]
+        return newest[0]
     if mark == BEST:
+        if (best := await checkpoint_queries.find_best(store, row)) is not None:
+            return best[0]
         spec = RunSpec.model_validate(row["spec"]) if row["spec"] else None
-        if (best := find_best(spec, known)) is not None:
-            return best
         wanted = " or ".join(metric.name for metric in ranking_metrics(spec)) or "a metric"
-        present = ", ".join(sorted({name for each in known for name in each.metrics})) or "no metrics"
+        present = ", ".join(sorted({name for each in newest for name in each.metrics})) or "no metrics"
         return f"no checkpoint of run {run_id} was measured by {wanted}; they have {present}: name one by its step"
-    of_step = [each for each in known if each.step == int(mark) and generation in (None, each.generation)]
-    steps = ", ".join(str(each.step) for each in known)
-    return of_step[-1] if of_step else f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
+    wanted_rows = [CHECKPOINTS.c.step == int(mark)]
+    if generation is not None:
+        wanted_rows.append(CHECKPOINTS.c.generation == generation)
+    if of_step := await checkpoint_queries.read_newest_present(store, run_id, *wanted_rows):
+        return of_step[0]
+    steps = ", ".join(str(each.step) for each in reversed(newest))
+    return f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
 
 
 async def respond(read: Read, size_bytes: int, etag: str, wanted: str | None, remedy: str = "") -> Response:

@@ -10,16 +10,13 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from contracts.best_checkpoint import find_best, find_ranking_metric
 from contracts.pace import TrainingPace
-from contracts.spec.run import RunSpec
 from contracts.state.node import GONE_STATES, drain_in_force
 from contracts.state.run import HOLDING_STATES
-from services.gateway import views
-from services.gateway.core.rows import Checkpoint, Ingestion, Node, Run
+from services.gateway import checkpoint_queries, views
+from services.gateway.core.rows import Ingestion, Node, Run
 from services.gateway.pages import Order
 from services.gateway.store import (
-    CHECKPOINTS,
     COUNTED_COLUMNS,
     DATASETS,
     EVENTS,
@@ -191,12 +188,11 @@ async def run_detail(store: Store, run_id: str, timeline: int = MAX_TIMELINE) ->
     last_own = await store.fetch(newest.where(begins_with(EVENTS.c.subject, "run.")).limit(1))
     (row,) = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id == run_id))
     facts = await store.fetch(newest.limit(timeline)) if timeline else []
-    found = await checkpoints(store, run_id, are_present=True)
     last = (row["checkpoint"] or {}).get("uri")
     fields = {
         **views.run_fields(row),
-        "best_checkpoint": find_best_checkpoint(row, found),
-        "state_digest": next((each.state_digest for each in found if each.uri == last), None),
+        "best_checkpoint": await checkpoint_queries.describe_best(store, row),
+        "state_digest": await checkpoint_queries.find_state_digest(store, last),
         "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,
         "sequence": last_own[0]["sequence"] if last_own else 0,
         "timeline": [views.timeline_fields(fact) for fact in reversed(facts)],
@@ -245,37 +241,6 @@ def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, fl
     """Every n-th point counted from the last, so that the newest value is shown."""
     stride = -(-len(points) // max_points)
     return points[::-1][::stride][::-1] if stride > 1 else points
-
-
-async def checkpoints(store: Store, run_id: str, *, are_present: bool = False) -> list[Checkpoint]:
-    """The run's committed checkpoints, oldest first; deleted ones too, unless ``are_present``."""
-    query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == run_id).order_by(CHECKPOINTS.c.step)
-    if are_present:
-        query = query.where(CHECKPOINTS.c.deleted_at.is_(None))
-    rows = [Checkpoint(**row) for row in await store.fetch(query)]
-    # NaN and infinity are text in the database.
-    return [replace(row, metrics={name: float(value) for name, value in row.metrics.items()}) for row in rows]
-
-
-async def present_checkpoints(store: Store) -> list[Checkpoint]:
-    """The committed checkpoints of all runs that are not deleted."""
-    query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.deleted_at.is_(None))
-    rows = await store.fetch(query.order_by(CHECKPOINTS.c.run_id, CHECKPOINTS.c.step))
-    return [Checkpoint(**row) for row in rows]
-
-
-def find_best_checkpoint(row: Row, found: list[Checkpoint]) -> views.BestCheckpoint | None:
-    """Return the best of a run's checkpoints that are not deleted; None if none has a metric that the run names."""
-    if row["spec"] is None:
-        return None
-    spec, present = RunSpec.model_validate(row["spec"]), [each for each in found if each.deleted_at is None]
-    best, metric = find_best(spec, present), find_ranking_metric(spec, present)
-    if best is None or metric is None:
-        return None
-    value = best.metrics[metric.name]
-    return views.BestCheckpoint(
-        uri=best.uri, step=best.step, epoch=best.epoch, metric=metric.name, mode=metric.mode, value=value
-    )
 
 
 async def check_node(store: Store, node_id: str) -> None:

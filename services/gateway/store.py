@@ -131,7 +131,7 @@ RUN_COUNTS = sa.Table(
     sa.Index("ix_run_counts_column_runs", "column", "runs"),
 )
 PROGRESS = _table("progress", Progress, ("run_id",))
-CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
+CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step", "generation", "uri")])
 NODES = _table("nodes", Node, ("node_id",))
 STUDIES = _table("studies", Study, ("study_id",), [("requested_at", "study_id")])
 DATASETS = _table("training_datasets", Dataset, ("dataset_id",), [("created_at", "dataset_id"), ("fingerprint",)])

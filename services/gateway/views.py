@@ -389,7 +389,9 @@ class Logs(Range):
     batches: list[LogBatch]
 
 
-class Checkpoints(View):
+class Checkpoints(Page):
+    """Committed checkpoints of a run, the newest first, deleted ones too."""
+
     checkpoints: list[rows.Checkpoint]
     #: The best of those that are not deleted.
     best: BestCheckpoint | None = None

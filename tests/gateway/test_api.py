@@ -164,7 +164,7 @@ async def test_a_whole_life(gateway: Running, bus: Bus) -> None:
     )
     listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig"})
     assert [r["run_id"] for r in listed["runs"]] == [RUN]
-    assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [20, 40]
+    assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [40, 20]
     assert [n["used"] for n in (await gateway.get("/nodes"))["nodes"]] == [0, 0]
     facts = await gateway.get(f"/training-runs/{RUN}/events", params={"follow": "false"})
     assert [f["fact"] for f in facts["events"]] == [f["fact"] for f in run["timeline"]]

@@ -18,7 +18,7 @@ from contracts.events.train import (
 )
 from services.gateway import queries, views
 from services.gateway.commands import Commands
-from services.gateway.parameters import Key
+from services.gateway.parameters import Key, Limit
 from services.gateway.projection import Projection
 
 Name = Annotated[str, Path(pattern=TOKEN_PATTERN, description="name of the registered model")]
@@ -38,11 +38,20 @@ def model_routes(
     """Return the routes of ``/models/{name}``."""
     router = APIRouter()
 
-    @router.get("/models/{name}", response_model=views.ModelDetail)
-    async def get_model(name: Name) -> views.ModelDetail:
-        """Return a model's versions, gates and aliases, and the runs whose promotion waits for somebody."""
+    @router.get("/models/{name}", response_model=views.RegisteredModel)
+    async def get_model(name: Name) -> views.RegisteredModel:
+        """Return a model's champion, gates and aliases, and the runs whose promotion waits for somebody."""
         await projection.catch_up()
         return await queries.get_model(projection.store, name)
+
+    @router.get("/models/{name}/versions", response_model=views.Models)
+    async def get_versions(name: Name, limit: Limit = 100, cursor: str | None = None) -> views.Models:
+        """Return the versions of a model, the newest first."""
+        await projection.catch_up()
+        page = await queries.list_versions(projection.store, limit=limit, cursor=cursor, model=name)
+        if not page.models:
+            await queries.get_model(projection.store, name)  # a model that is not there is not found
+        return page
 
     def add_action(action: str, kind: type[BusRequest]) -> None:
         async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:

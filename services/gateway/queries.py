@@ -383,9 +383,11 @@ async def list_dataset_ids(store: Store) -> list[str]:
     return [row["dataset_id"] for row in rows]
 
 
-async def list_versions(store: Store, *, limit: int, cursor: str | None) -> views.Models:
-    """The versions of all models, of each the newest first."""
+async def list_versions(store: Store, *, limit: int, cursor: str | None, model: str | None = None) -> views.Models:
+    """The versions of one model or of all, of each the newest first."""
     query = sa.select(MODELS).where(*BY_VERSION.conditions(cursor)).order_by(*BY_VERSION.clauses())
+    if model is not None:
+        query = query.where(MODELS.c.name == model)
     rows, next_cursor = BY_VERSION.cut(await store.fetch(query.limit(limit + 1)), limit)
     champions = await _champions(store, [row["name"] for row in rows])
     versions = [views.ModelVersion(**row, champion=champions[row["name"]].version == row["version"]) for row in rows]
@@ -407,8 +409,8 @@ async def list_models(store: Store, *, limit: int, cursor: str | None) -> views.
     return views.RegisteredModels(models=models, next_cursor=next_cursor)
 
 
-async def get_model(store: Store, name: str) -> views.ModelDetail:
-    """One model with its versions, the newest first.
+async def get_model(store: Store, name: str) -> views.RegisteredModel:
+    """One model as it stands.
 
     Raises:
         NotFound: there is none of this name.
@@ -416,11 +418,9 @@ async def get_model(store: Store, name: str) -> views.ModelDetail:
     rows = await store.fetch(sa.select(REGISTERED).where(REGISTERED.c.name == name))
     if not rows:
         raise NotFound(f"there is no model {name!r}; GET /registered-models lists them")
-    versions = await _model_versions(store, name)
-    pending = await _pending_promotions(store, [name])
-    champion = versions[0] if versions else None
-    fields = {**rows[0], "model": name, "champion": champion, "versions": versions, "pending": pending[name]}
-    return views.ModelDetail.model_validate(fields)
+    champions, pending = await _champions(store, [name]), await _pending_promotions(store, [name])
+    fields = {**rows[0], "model": name, "champion": champions.get(name), "pending": pending[name]}
+    return views.RegisteredModel.model_validate(fields)
 
 
 async def _champions(store: Store, names: Sequence[str]) -> dict[str, views.ModelVersion]:
@@ -430,12 +430,6 @@ async def _champions(store: Store, names: Sequence[str]) -> dict[str, views.Mode
     same = sa.and_(MODELS.c.name == champion.c.name, MODELS.c.version == champion.c.version)
     rows = await store.fetch(sa.select(MODELS).join(champion, same))
     return {row["name"]: views.ModelVersion(**row, champion=True) for row in rows}
-
-
-async def _model_versions(store: Store, name: str) -> list[views.ModelVersion]:
-    """The versions of one model, the newest first."""
-    rows = await store.fetch(sa.select(MODELS).where(MODELS.c.name == name).order_by(MODELS.c.version.desc()))
-    return [views.ModelVersion(**row, champion=number == 0) for number, row in enumerate(rows)]
 
 
 async def _pending_promotions(store: Store, models: Sequence[str]) -> dict[str, list[views.PendingPromotion]]:

@@ -603,13 +603,6 @@ class RegisteredModels(Page):
     models: list[RegisteredModel]
 
 
-class ModelDetail(RegisteredModel):
-    """Everything about one registered model."""
-
-    #: The newest first.
-    versions: list[ModelVersion]
-
-
 class AcceptedNodeRequest(View):
     """The request is on the bus; the node's facts show its result."""
 

@@ -725,7 +725,14 @@ async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, b
         while not found.get("pending"):
             found = (await gateway.client.get("/models/digits")).json()
             await asyncio.sleep(0.05)
-    assert [(each["version"], each["champion"]) for each in found["versions"]] == [(2, True), (1, False)]
+    assert (found["champion"]["version"], found["champion"]["champion"]) == (2, True)
+    pages = [await gateway.get("/models/digits/versions", params={"limit": 1})]
+    pages.append(await gateway.get("/models/digits/versions", params={"limit": 1, "cursor": pages[0]["next_cursor"]}))
+    assert [[(each["version"], each["champion"]) for each in page["models"]] for page in pages] == [
+        [(2, True)],
+        [(1, False)],
+    ]
+    assert pages[1]["next_cursor"] is None
     assert (found["gates"], found["configuration"]) == ({"confidence": 0.95, "approval": True}, 2)
     assert found["aliases"] == {"staging": 1}
     assert [(each["run_id"], each["awaits"]) for each in found["pending"]] == [("rwaits", "approval")]
@@ -733,11 +740,10 @@ async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, b
         1,
         "version 2 is not served (golden): other answers",
     )
-    assert (await gateway.get("/registered-models"))["models"] == [
-        {name: value for name, value in found.items() if name != "versions"}
-    ]
+    assert (await gateway.get("/registered-models"))["models"] == [found], "its versions come in pages of their own"
     assert (await gateway.client.get("/training-runs/rwaits")).json()["verdict"] == "awaiting_approval"
-    assert (await gateway.client.get("/models/none")).status_code == 404
+    for path in ("/models/none", "/models/none/versions"):
+        assert (await gateway.client.get(path)).status_code == 404
 
 
 MODEL_REQUESTS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {

@@ -107,10 +107,24 @@ async def find_model(connection: Connection, name: str) -> ModelRecord:
     """
     check_model(name)
     try:
-        return _read_model(await connection.get(f"/models/{name}"))
+        record = _read_model(await connection.get(f"/models/{name}"))
     except NotFoundError as error:
         known = ", ".join(each.model for each in await list_models(connection))
         raise NotFoundError(f"there is no model {name!r}; there are {known or 'none'}") from error
+    record.versions = await _list_versions(connection, name)
+    return record
+
+
+async def _list_versions(connection: Connection, name: str) -> list[ModelVersion]:
+    """Return the versions of a model, the oldest first."""
+    found: list[ModelVersion] = []
+    wanted: dict[str, Any] = {"limit": PAGE}
+    while True:
+        page = await connection.get(f"/models/{name}/versions", wanted)
+        found += map(_read_version, page["models"])
+        if page["next_cursor"] is None:
+            return found[::-1]
+        wanted["cursor"] = page["next_cursor"]
 
 
 def check_model(name: str) -> str:
@@ -126,10 +140,9 @@ def check_model(name: str) -> str:
 
 def _read_model(found: Mapping[str, Any]) -> ModelRecord:
     champion = found["champion"]
-    versions = found["versions"][::-1] if "versions" in found else [champion] if champion is not None else []
     return ModelRecord(
         found["model"],
-        [_read_version(each) for each in versions],
+        [_read_version(champion)] if champion is not None else [],
         RECORDED_GATES.validate_python(found["gates"]),
         found["configuration"],
         found["aliases"],

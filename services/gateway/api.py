@@ -31,7 +31,7 @@ from contracts.events.train import (
     UndrainRequested,
 )
 from contracts.state.run import STATES, TERMINAL_STATES
-from services.gateway import checkpoint_queries, queries, studies, views
+from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
 from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
 from services.gateway.datasets import dataset_routes
 from services.gateway.event_routes import event_routes
@@ -67,6 +67,8 @@ from services.kit.service import Service
 #: A time before now, as ``since`` takes it.
 AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+#: Curves in one answer.
+MAX_CURVES = 500
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
 Epoch = Annotated[int, Path(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
@@ -323,12 +325,18 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     @router.get("/training-runs/{run}/curves", response_model=views.Curves)
     async def get_curves(
         run: str,
-        name: Annotated[list[str] | None, Query(description="metrics; all if none is named")] = None,
-        max_points: Annotated[int, Query(ge=2, le=10_000)] = 500,
+        name: Annotated[
+            list[str] | None, Query(max_length=MAX_CURVES, description="metrics; all if none is named")
+        ] = None,
+        max_points: Annotated[int, Query(ge=2, le=10_000, description="of each curve")] = 500,
+        limit: Annotated[int, Query(ge=1, le=MAX_CURVES, description="curves; fewer if they have many points")] = 50,
+        cursor: str | None = None,
     ) -> views.Curves:
-        """Metric curves without what was trained twice, thinned for plotting."""
+        """Metric curves by their names, without what was trained twice, thinned for plotting."""
         row = await find_run(projection, run)
-        return await queries.curves(store, row["run_id"], name or [], max_points)
+        return await curve_queries.list_curves(
+            store, row["run_id"], names=name or [], max_points=max_points, limit=limit, cursor=cursor
+        )
 
     @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
     async def get_checkpoints(run: str, limit: Limit = 100, cursor: str | None = None) -> views.Checkpoints:

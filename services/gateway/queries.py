@@ -222,27 +222,6 @@ async def run_facts(store: Store, run_id: str, after: int, limit: int) -> list[v
     return [views.Fact.model_validate(views.timeline_fields(row)) for row in await store.fetch(query.limit(limit))]
 
 
-async def curves(store: Store, run_id: str, names: list[str], max_points: int) -> views.Curves:
-    """The run's metric curves, at most ``max_points`` values each, the last one always among them."""
-    query = (
-        sa.select(POINTS.c.name, POINTS.c.step, POINTS.c.value)
-        .where(POINTS.c.run_id == run_id, POINTS.c.kind == "training")
-        .order_by(POINTS.c.name, POINTS.c.step)
-    )
-    if names:
-        query = query.where(POINTS.c.name.in_(names))
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in await store.fetch(query):
-        found.setdefault(row["name"], []).append((row["step"], row["value"]))
-    return views.Curves(run_id=run_id, curves={name: thin(points, max_points) for name, points in found.items()})
-
-
-def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:
-    """Every n-th point counted from the last, so that the newest value is shown."""
-    stride = -(-len(points) // max_points)
-    return points[::-1][::stride][::-1] if stride > 1 else points
-
-
 async def check_node(store: Store, node_id: str) -> None:
     """Check that a node has joined.
 

@@ -371,8 +371,11 @@ class Metrics(Range):
     batches: list[MetricBatch]
 
 
-class Curves(View):
-    """Metric curves without what was abandoned: name -> [[step, value], ...], thinned to ``max_points``."""
+class Curves(Page):
+    """Metric curves without what was abandoned: name -> [[step, value], ...], thinned to ``max_points``.
+
+    They are in the order of the names; ``next_cursor`` stands for those of the further metrics.
+    """
 
     run_id: str
     curves: dict[str, list[tuple[int, float]]]

@@ -10,8 +10,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
@@ -39,7 +37,6 @@ from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.node import drain_in_force
 from services.gateway.core.fold import At, Rows, apply, apply_progress, plain, survives
-from services.gateway.queries import thin
 from tests.gateway.conftest import REQUEST, RUN, SPEC, life, placed, progress, ref
 
 SHA = "a" * 64
@@ -328,13 +325,3 @@ class TestProgress:
 
     def test_what_no_json_can_hold_is_text(self) -> None:
         assert plain({"a": 1.0, "b": math.nan, "c": -math.inf}) == {"a": 1.0, "b": "NaN", "c": "-Infinity"}
-
-
-@settings(deadline=None)
-@given(st.integers(1, 2000), st.integers(2, 50))
-def test_thinned_curves_are_bounded_and_keep_the_newest(count: int, max_points: int) -> None:
-    points = [(step, float(step)) for step in range(count)]
-    thinned = thin(points, max_points)
-    assert len(thinned) <= max_points
-    assert thinned[-1] == points[-1]
-    assert thinned == sorted(thinned)

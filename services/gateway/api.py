@@ -24,7 +24,6 @@ from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import (
     CancelRequested,
     DrainRequested,
-    RestoreRequested,
     StopStudyRequested,
     TrainRequested,
     TuneRequested,
@@ -32,6 +31,7 @@ from contracts.events.train import (
 )
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
+from services.gateway.checkpoint_routes import checkpoint_routes
 from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
 from services.gateway.datasets import dataset_routes
 from services.gateway.event_routes import event_routes
@@ -50,7 +50,6 @@ from services.gateway.page import (
     PAGE,
     docs_assets_dir,
 )
-from services.gateway.pages import MAX_INTEGER
 from services.gateway.parameters import MAX_RANGE, Follow, Key, LastEventId, Limit, RangeLimit, Reason, Text
 from services.gateway.policy_routes import policy_routes
 from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
@@ -60,7 +59,6 @@ from services.gateway.ranges import cut_range, read_newest, read_range
 from services.gateway.run_lookup import fetch_run, find_run
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
-from services.gateway.store import CHECKPOINTS
 from services.kit.bus import Message
 from services.kit.service import Service
 
@@ -70,7 +68,6 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 #: Curves in one answer.
 MAX_CURVES = 500
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
-Epoch = Annotated[int, Path(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 
 def build_api(service: Service, projection: Projection, files: RunFiles, settings: GatewaySettings) -> FastAPI:
@@ -92,11 +89,12 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(_requests(service, commands, projection))
     app.include_router(package_routes(service.settings))
     app.include_router(_run_routes(commands, projection))
+    app.include_router(checkpoint_routes(commands, projection))
     app.include_router(file_routes(projection, files, answers))
     app.include_router(dataset_routes(projection, files, settings, commands, service.bus, answers, _json_body))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
-    app.include_router(event_routes(service, commands, _json_body))
+    app.include_router(event_routes(service))
     app.include_router(studies.read_routes(projection))
     app.include_router(_catalog_routes(projection, settings))
     app.include_router(model_routes(commands, projection, _json_body))
@@ -136,7 +134,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
             if known is not None and not same_request(known, train):
                 raise KeyReused(key)
         response.headers["Location"] = f"/training-runs/{run_id}"
-        accepted = await commands.publish(train, envelope, run_id)
+        accepted = await commands.publish(views.AcceptedRequest, train, envelope, run_id=run_id)
         return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
 
     @router.post(
@@ -156,7 +154,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         tune, envelope = commands.parse(TuneRequested, await _json_body(request), key or "")
         study_id = study_id_for(envelope.source, envelope.id)
         response.headers["Location"] = f"/hpo/studies/{study_id}"
-        return await commands.publish_study(tune, envelope, study_id)
+        return await commands.publish(views.AcceptedStudyRequest, tune, envelope, study_id=study_id)
 
     @router.post("/hpo/studies/{study_id}/stop", status_code=202, response_model=views.AcceptedStudyRequest)
     async def stop_study(
@@ -167,7 +165,8 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         if found.state != "running":
             raise HTTPException(409, f"study {study_id} is already {found.state}: there is nothing to stop")
         envelope = commands.envelope(StopStudyRequested, key or "")
-        return await commands.publish_study(StopStudyRequested(study_id=study_id, reason=reason), envelope, study_id)
+        request = StopStudyRequested(study_id=study_id, reason=reason)
+        return await commands.publish(views.AcceptedStudyRequest, request, envelope, study_id=study_id)
 
     @router.get("/submit-schema")
     async def get_submit_schema() -> dict[str, Any]:
@@ -182,7 +181,9 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
             raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
         request = CancelRequested(run_id=row["run_id"], reason=reason)
         envelope = commands.envelope(CancelRequested, key or "")
-        return await commands.publish(request, envelope, row["run_id"], state=row["state"])
+        return await commands.publish(
+            views.AcceptedRequest, request, envelope, run_id=row["run_id"], state=row["state"]
+        )
 
     async def change_drain(
         kind: type[DrainRequested | UndrainRequested], node_id: str, key: str | None, **fields: str | None
@@ -190,10 +191,8 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         await projection.catch_up()
         await queries.check_node(store, node_id)
         envelope = commands.envelope(kind, key or "")
-        ack = await commands.store(kind(node_id=node_id, **fields), envelope)
-        return views.AcceptedNodeRequest(
-            node_id=node_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
-        )
+        request = kind(node_id=node_id, **fields)
+        return await commands.publish(views.AcceptedNodeRequest, request, envelope, node_id=node_id)
 
     @router.post("/nodes/{node_id}/drain", status_code=202, response_model=views.AcceptedNodeRequest)
     async def drain(
@@ -208,32 +207,6 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     ) -> views.AcceptedNodeRequest:
         """Put a drained node back into use."""
         return await change_drain(UndrainRequested, node_id, key, reason=reason, user=user)
-
-    @router.post(
-        "/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.AcceptedRequest
-    )
-    async def restore(run: str, epoch: Epoch, response: Response, key: Key = None) -> views.AcceptedRequest:
-        """Start a new run from the last checkpoint of an epoch. History is not rewritten."""
-        row = await find_run(projection, run)
-        if not await has_epoch(row["run_id"], epoch):
-            await projection.catch_up()
-            if not await has_epoch(row["run_id"], epoch):
-                newest = await checkpoint_queries.read_newest_present(store, row["run_id"])
-                there = ", ".join(map(str, sorted({each.epoch for each in newest}))) or "none"
-                raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
-        envelope = commands.envelope(RestoreRequested, key or "")
-        run_id = run_id_for(envelope.source, envelope.id)
-        with suppress(NotFound):
-            known = await fetch_run(store, run_id) if key else None
-            # A training asked for under the same key is this very run.
-            if key and known is not None and known["parent_run_id"] != row["run_id"]:
-                raise KeyReused(key)
-        response.headers["Location"] = f"/training-runs/{run_id}"
-        request = RestoreRequested(run_id=row["run_id"], epoch=epoch)
-        return await commands.publish(request, envelope, run_id, parent_run_id=row["run_id"])
-
-    async def has_epoch(run_id: str, epoch: int) -> bool:
-        return bool(await checkpoint_queries.read_newest_present(store, run_id, CHECKPOINTS.c.epoch == epoch))
 
     return router
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import nats.errors
 
 from contracts import subjects, topology
-from contracts.base import Request
+from contracts.base import Request, request_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
 from contracts.problems import FieldProblem
@@ -19,7 +19,7 @@ from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
 from services.gateway.core.fold import request_hash
 from services.gateway.queries import Row
-from services.gateway.views import AcceptedRequest, AcceptedStudyRequest
+from services.gateway.views import AcceptedEvent
 from services.kit import telemetry
 from services.kit.bus import Bus, PublishAck, TransientError
 
@@ -30,6 +30,7 @@ DIFF_TIMEOUT_S = 40.0
 
 
 R = TypeVar("R", bound=Request)
+A = TypeVar("A", bound=AcceptedEvent)
 
 
 class BusUnavailable(Exception):
@@ -68,13 +69,6 @@ class Commands:
             raise InvalidData(envelope, [wrong])
         return request, envelope
 
-    async def publish_study(self, request: Request, envelope: Envelope, study_id: str) -> AcceptedStudyRequest:
-        """Publish a request about a study and wait until it is stored."""
-        ack = await self.store(request, envelope)
-        return AcceptedStudyRequest(
-            study_id=study_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
-        )
-
     def envelope(self, request: type[Request], key: str) -> Envelope:
         """The envelope that carries ``key`` as the event's id: the same key is the same request."""
         event_id = key or uuid.uuid4().hex
@@ -87,12 +81,14 @@ class Commands:
             traceparent=telemetry.current_traceparent(),
         )
 
-    async def publish(self, request: Request, envelope: Envelope, run_id: str, **answer: Any) -> AcceptedRequest:
-        """Publish and wait until it is stored. ``answer`` goes into the answer besides what the bus returns."""
+    async def publish(self, answer: type[A], request: Request, envelope: Envelope, **fields: Any) -> A:
+        """Publish, wait until it is stored, and return the answer; ``fields`` are those besides what the bus returns.
+
+        Raises as ``store`` does.
+        """
         ack = await self.store(request, envelope)
-        return AcceptedRequest(
-            run_id=run_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence, **answer
-        )
+        refusal = subjects.refused(request_id_for(envelope.source, envelope.type, envelope.id))
+        return answer(request_id=envelope.id, refusal=refusal, duplicate=ack.duplicate, sequence=ack.sequence, **fields)
 
     async def store(self, request: Request, envelope: Envelope) -> PublishAck:
         """Publish and wait until it is stored.

@@ -26,7 +26,7 @@ from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
 from services.gateway.files import Range, RunFiles, guard, respond, tag
 from services.gateway.long_answer import Advance, LongAnswers
-from services.gateway.parameters import Limit
+from services.gateway.parameters import Key, Limit
 from services.gateway.projection import Projection
 from services.gateway.settings import GatewaySettings
 from services.gateway.sources import compare_sources
@@ -194,6 +194,25 @@ def dataset_routes(
             return views.RepairedDataset(deleted=damaged, ingestion_id=ingestion_id)
 
         return answers.respond(delete, "verify")
+
+    @router.post(
+        "/ingestions",
+        status_code=202,
+        response_model=views.AcceptedIngestionRequest,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "description": "`ingest.requested`; see contracts/schemas",
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            }
+        },
+    )
+    async def post_ingestion(request: Request, response: Response, key: Key = None) -> views.AcceptedIngestionRequest:
+        """Ask for a dataset to be made without training on it."""
+        ingest, envelope = commands.parse(IngestRequested, await read_body(request), key or "")
+        ingestion_id = ingestion_id_for(envelope.source, envelope.id)
+        response.headers["Location"] = f"/ingestions/{ingestion_id}"
+        return await commands.publish(views.AcceptedIngestionRequest, ingest, envelope, ingestion_id=ingestion_id)
 
     @router.get("/ingestions", response_model=views.Ingestions)
     async def get_ingestions(

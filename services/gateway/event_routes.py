@@ -1,22 +1,19 @@
-"""The bus over HTTP: every event of its streams as CloudEvents, and any request of the contracts onto it."""
+"""The bus over HTTP: every event of its streams as CloudEvents."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request
+from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import StreamingResponse
 
 from contracts import subjects, topology
-from contracts.base import ingestion_id_for, request_id_for, run_id_for, study_id_for
-from contracts.events import REQUESTS
-from contracts.events.train import IngestRequested, RestoreRequested, TrainRequested, TuneRequested
 from services.gateway import views
-from services.gateway.commands import BusUnavailable, Commands
-from services.gateway.parameters import MAX_RANGE, Follow, Key, LastEventId, RangeLimit
+from services.gateway.commands import BusUnavailable
+from services.gateway.parameters import MAX_RANGE, Follow, LastEventId, RangeLimit
 from services.gateway.ranges import read_newest, read_range
 from services.gateway.sse import HEADERS, EventStream
 from services.kit.bus import Bus, Message
@@ -29,14 +26,6 @@ STREAMS: dict[str, topology.Stream] = {
     "progress": topology.PROGRESS,
     "logs": topology.LOGS,
 }
-#: Subject of a request -> its type.
-BY_SUBJECT = {kind.subject_filter(): kind for kind in REQUESTS}
-#: What requests lead to: the field of its id, how the id is made, and the requests.
-RESULTS: tuple[tuple[str, Callable[[str, str], str], tuple[type[Any], ...]], ...] = (
-    ("run_id", run_id_for, (TrainRequested, RestoreRequested)),
-    ("study_id", study_id_for, (TuneRequested,)),
-    ("ingestion_id", ingestion_id_for, (IngestRequested,)),
-)
 #: A NATS subject, with wildcards.
 SUBJECT_PATTERN = r"^(?:[A-Za-z0-9_*-]{1,128}\.)*(?:[A-Za-z0-9_*-]{1,128}|>)$"
 MAX_SUBJECTS = 64
@@ -51,8 +40,8 @@ Subjects = Annotated[
 ]
 
 
-def event_routes(service: Service, commands: Commands, read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
-    """Return the routes of ``/events`` and ``/requests``."""
+def event_routes(service: Service) -> APIRouter:
+    """Return the route of ``/events``."""
     router, bus = APIRouter(), service.bus
 
     @router.get("/events", response_model=views.CloudEvents)
@@ -78,36 +67,6 @@ def event_routes(service: Service, commands: Commands, read_body: Callable[[Requ
                 return views.CloudEvents(events=events, **position)
         followed = EventStream(bus, source.name, filters, last_event_id, None, _encode, "events")
         return StreamingResponse(followed.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
-
-    @router.post(
-        "/requests/{kind}",
-        status_code=202,
-        response_model=views.AcceptedEvent,
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
-        },
-    )
-    async def post_request(
-        kind: Annotated[str, Path(description="its subject on the bus, as `cancel.requested`; see contracts/schemas")],
-        request: Request,
-        key: Key = None,
-    ) -> views.AcceptedEvent:
-        """Publish a request. 202: it is on the bus, and the service that it is for answers by a fact.
-
-        The body is what the bus carries. The routes for runs, nodes and models check first what they can.
-        """
-        known = BY_SUBJECT.get(kind)
-        if known is None:
-            raise HTTPException(404, f"there is no request {kind!r}; there is: {', '.join(sorted(BY_SUBJECT))}")
-        event, envelope = commands.parse(known, await read_body(request), key or "")
-        ack = await commands.store(event, envelope)
-        return views.AcceptedEvent(
-            request_id=envelope.id,
-            refusal=subjects.refused(request_id_for(envelope.source, envelope.type, envelope.id)),
-            **{name: make(envelope.source, envelope.id) for name, make, kinds in RESULTS if known in kinds},
-            duplicate=ack.duplicate,
-            sequence=ack.sequence,
-        )
 
     return router
 

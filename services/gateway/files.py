@@ -14,23 +14,20 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import quote
 
-from fastapi import APIRouter, Header, HTTPException, Path, Query, Response
+from fastapi import APIRouter, Header, HTTPException, Response
 from fastapi.responses import StreamingResponse
 
-from contracts.best_checkpoint import ranking_metrics
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.manifest import files_of
-from contracts.spec.run import RunSpec
 from contracts.verification import CheckpointVerification
 from services.gateway import checkpoint_queries, views
+from services.gateway.checkpoint_lookup import Generation, Mark, MarkQuery, find_checkpoint
 from services.gateway.checkpoint_verification import verify_checkpoints
 from services.gateway.core.rows import Checkpoint
 from services.gateway.long_answer import Advance, LongAnswers
-from services.gateway.pages import MAX_INTEGER
 from services.gateway.projection import Projection
 from services.gateway.queries import Row
 from services.gateway.run_lookup import find_run
-from services.gateway.store import CHECKPOINTS, Store
 from services.kit.chunks import read_piece
 from services.kit.concurrency import cancel_and_wait
 from services.kit.messages import TransientError
@@ -38,7 +35,6 @@ from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
-BEST, LAST = "best", "last"
 #: A piece of an object that is read at a time.
 PIECE_BYTES = 8 * 2**20
 #: Seconds for which a read is repeated while the store does not answer: a client waits behind it.
@@ -47,14 +43,6 @@ REMEDY = "`trainbus checkpoints verify --repair` looks for another copy"
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 T = TypeVar("T")
-MARK_PATTERN = r"^(best|last|\d{1,18})$"
-Mark = Annotated[str, Path(pattern=MARK_PATTERN, description="a step, best or last")]
-MarkQuery = Annotated[
-    str | None, Query(alias="mark", pattern=MARK_PATTERN, description="a step, best or last; default: all")
-]
-Generation = Annotated[
-    int | None, Query(ge=0, le=MAX_INTEGER, description="of those of one step; default: the last generation's")
-]
 Range = Annotated[str | None, Header(alias="Range", description="one range of bytes, to go on after an interruption")]
 #: Returns the bytes ``start`` to ``stop`` of a file in pieces.
 Read = Callable[[int, int], AsyncIterator[bytes]]
@@ -124,16 +112,6 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
     """Return the routes of checkpoints' files, artifacts and code."""
     router, store = APIRouter(), projection.store
 
-    async def find_checkpoint(run: str, mark: str, generation: int | None) -> tuple[Row, Checkpoint]:
-        row = await find_run(projection, run)
-        for is_last_try in (False, True):
-            found = await select_checkpoint(store, row, mark, generation)
-            if isinstance(found, Checkpoint):
-                return row, found
-            if not is_last_try:
-                await projection.catch_up()
-        raise HTTPException(404, found)
-
     async def read_manifest(checkpoint: Checkpoint) -> bytes:
         content = await guard(files.get(checkpoint.uri))
         if checkpoint.manifest_sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -167,7 +145,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
     @router.get("/training-runs/{run}/checkpoints/{mark}/files", response_model=views.CheckpointFiles)
     async def get_files(run: str, mark: Mark, generation: Generation = None) -> views.CheckpointFiles:
         """The files of a checkpoint with their sizes and hashes: of a step, the best or the last."""
-        row, checkpoint = await find_checkpoint(run, mark, generation)
+        row, checkpoint = await find_checkpoint(projection, run, mark, generation)
         base = f"/training-runs/{row['run_id']}/checkpoints/{checkpoint.step}/files/"
         listed = [
             views.RunFile(path=each.path, size_bytes=each.size_bytes, sha256=each.sha256, url=base + quote(each.path))
@@ -178,7 +156,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
     @router.get("/training-runs/{run}/checkpoints/{mark}/manifest", response_class=Response)
     async def get_manifest(run: str, mark: Mark, generation: Generation = None) -> Response:
         """The manifest of a checkpoint, to the byte: its SHA-256 is in ``checkpoint_committed``."""
-        _, checkpoint = await find_checkpoint(run, mark, generation)
+        _, checkpoint = await find_checkpoint(projection, run, mark, generation)
         content = await read_manifest(checkpoint)
         return Response(content, media_type="application/json", headers=tag(hashlib.sha256(content).hexdigest()))
 
@@ -187,7 +165,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
         run: str, mark: Mark, path: str, generation: Generation = None, wanted: Range = None
     ) -> Response:
         """One file of a checkpoint."""
-        _, checkpoint = await find_checkpoint(run, mark, generation)
+        _, checkpoint = await find_checkpoint(projection, run, mark, generation)
         listed = await read_files(checkpoint)
         file = next((each for each in listed if each.path == path), None)
         if file is None:
@@ -206,7 +184,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
         Or `problem` at the end. `result` has the address of each rotten checkpoint with what of it is rotten.
         """
         if mark is not None:
-            return verify([(await find_checkpoint(run, mark, generation))[1]])
+            return verify([(await find_checkpoint(projection, run, mark, generation))[1]])
         row = await find_run(projection, run)
         await projection.catch_up()
         return verify(await checkpoint_queries.read_present(store, row["run_id"]))
@@ -257,30 +235,6 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
         return Response(content, media_type="application/gzip", headers=tag(code["sha256"]))
 
     return router
-
-
-async def select_checkpoint(store: Store, row: Row, mark: str, generation: int | None = None) -> Checkpoint | str:
-    """Return the checkpoint that a mark means, or why there is none."""
-    run_id = row["run_id"]
-    newest = await checkpoint_queries.read_newest_present(store, run_id)
-    if not newest:
-        return f"run {run_id} has no committed checkpoint"
-    if mark == LAST:
-        return newest[0]
-    if mark == BEST:
-        if (best := await checkpoint_queries.find_best(store, row)) is not None:
-            return best[0]
-        spec = RunSpec.model_validate(row["spec"]) if row["spec"] else None
-        wanted = " or ".join(metric.name for metric in ranking_metrics(spec)) or "a metric"
-        present = ", ".join(sorted({name for each in newest for name in each.metrics})) or "no metrics"
-        return f"no checkpoint of run {run_id} was measured by {wanted}; they have {present}: name one by its step"
-    wanted_rows = [CHECKPOINTS.c.step == int(mark)]
-    if generation is not None:
-        wanted_rows.append(CHECKPOINTS.c.generation == generation)
-    if of_step := await checkpoint_queries.read_newest_present(store, run_id, *wanted_rows):
-        return of_step[0]
-    steps = ", ".join(str(each.step) for each in reversed(newest))
-    return f"run {run_id} has no checkpoint of step {mark}; it has steps {steps}"
 
 
 async def respond(read: Read, size_bytes: int, etag: str, wanted: str | None, remedy: str = "") -> Response:

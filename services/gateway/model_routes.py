@@ -56,10 +56,7 @@ def model_routes(
     def add_action(action: str, kind: type[BusRequest]) -> None:
         async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:
             event, envelope = commands.parse(kind, await read_body(request), key or "", model=name)
-            ack = await commands.store(event, envelope)
-            return views.AcceptedModelRequest(
-                model=name, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence
-            )
+            return await commands.publish(views.AcceptedModelRequest, event, envelope, model=name)
 
         act.__doc__ = f"{kind.__doc__} The body has the fields of `{kind.verb}.requested`, without `model`."
         schema: dict[str, Any] = {"type": "object"}

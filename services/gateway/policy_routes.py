@@ -53,12 +53,6 @@ def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], A
         It is in force once `GET /policy` shows its digest; `request.<id>.refused` says why it is not.
         """
         event, envelope = commands.parse(AdoptPolicyRequested, await read_body(request), key or "")
-        ack = await commands.store(event, envelope)
-        return views.AcceptedPolicyRequest(
-            digest=event.policy.digest,
-            request_id=envelope.id,
-            duplicate=ack.duplicate,
-            sequence=ack.sequence,
-        )
+        return await commands.publish(views.AcceptedPolicyRequest, event, envelope, digest=event.policy.digest)
 
     return router

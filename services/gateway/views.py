@@ -87,41 +87,35 @@ class LakeParts(BaseModel):
     etags: list[str] = Field(min_length=1, max_length=10_000)
 
 
-class AcceptedRequest(View):
-    """The request is on the bus; the run's facts show its result."""
-
-    run_id: str
-    request_id: str
-    state: str = "requested"
-    #: The same request had been published before.
-    duplicate: bool = False
-    sequence: int
-    parent_run_id: str | None = None
-
-
 class AcceptedEvent(View):
     """The request is on the bus; a fact shows its result."""
 
     request_id: str
     #: Subject of the fact that says why it was refused, should it be.
     refusal: str
-    #: The run that the request leads to, if it leads to one.
-    run_id: str | None = None
-    #: The study or the ingestion that it leads to.
-    study_id: str | None = None
-    ingestion_id: str | None = None
     #: The same request had been published before.
     duplicate: bool = False
     sequence: int
 
 
-class AcceptedStudyRequest(View):
+class AcceptedRequest(AcceptedEvent):
+    """The request is on the bus; the run's facts show its result."""
+
+    run_id: str
+    state: str = "requested"
+    parent_run_id: str | None = None
+
+
+class AcceptedStudyRequest(AcceptedEvent):
     """The request is on the bus; the study's facts show its result."""
 
     study_id: str
-    request_id: str
-    duplicate: bool = False
-    sequence: int
+
+
+class AcceptedIngestionRequest(AcceptedEvent):
+    """The request is on the bus; the ingestion's facts show its result."""
+
+    ingestion_id: str
 
 
 class TrialView(View):
@@ -606,22 +600,16 @@ class RegisteredModels(Page):
     models: list[RegisteredModel]
 
 
-class AcceptedNodeRequest(View):
+class AcceptedNodeRequest(AcceptedEvent):
     """The request is on the bus; the node's facts show its result."""
 
     node_id: str
-    request_id: str
-    duplicate: bool = False
-    sequence: int
 
 
-class AcceptedModelRequest(View):
-    """The request is on the bus; the model's facts show its result, ``request.<id>.refused`` why it was refused."""
+class AcceptedModelRequest(AcceptedEvent):
+    """The request is on the bus; the model's facts show its result."""
 
     model: str
-    request_id: str
-    duplicate: bool = False
-    sequence: int
 
 
 class AdoptedPolicy(View):
@@ -640,13 +628,10 @@ class AdoptedPolicy(View):
     policy: dict[str, Any]
 
 
-class AcceptedPolicyRequest(View):
+class AcceptedPolicyRequest(AcceptedEvent):
     """The request is on the bus; ``GET /policy`` has its digest once the policy is in force."""
 
     digest: str
-    request_id: str
-    duplicate: bool = False
-    sequence: int
 
 
 def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:

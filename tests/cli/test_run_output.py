@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from contracts.base import Fact
+from contracts.base import Fact, run_id_for
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngestFailed, DatasetProgress
 from contracts.events.node import NodeJoined
@@ -383,10 +383,12 @@ async def test_a_request_that_was_answered_is_what_the_facts_say(client: AsyncCl
     assert [view.state for view in await client.runs()] == ["accepted"]
 
 
-async def test_a_restore_that_nobody_answered_names_its_run(client: AsyncClient) -> None:
-    sent = await client.connection.publish_request(RestoreRequested(run_id="r9", step=5))
+async def test_a_restore_that_nobody_answered_names_its_run(client: AsyncClient, bus: Bus) -> None:
+    request = RestoreRequested(run_id="r9", step=5)
+    envelope = Envelope(id="q", source="test", type=request.type, time=bus.clock.now())
+    await bus.publish_event(request, request.subject, envelope)
     (view,) = await client.runs()
-    assert (view.run_id, view.name, view.parent_run_id) == (sent.run_id, "r9 from step 5", "r9")
+    assert (view.run_id, view.name, view.parent_run_id) == (run_id_for("test", "q"), "r9 from step 5", "r9")
 
 
 async def test_a_follower_of_a_request_learns_why_nothing_happens(

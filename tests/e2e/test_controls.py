@@ -64,8 +64,8 @@ async def test_restoring_starts_a_new_run_where_the_old_one_was(stack: Stack) ->
     last = completed.checkpoint.step
     assert {10, 20, 30, 40, last} <= set(committed)
     end_of_two = max(step for step, checkpoint in committed.items() if checkpoint.epoch == 2)
-    by_step = await stack.request("restore.requested", {"run_id": parent, "step": 10})
-    by_epoch = await restore_epoch(stack, parent, 2)
+    by_step = await restore_step(stack, parent, 10)
+    by_epoch = await stack.request("restore.requested", {"run_id": parent, "epoch": 2})
     for run_id, step in ((by_step, 10), (by_epoch, end_of_two)):
         accepted = await stack.wait_for(run_id, "accepted")
         assert accepted.parent_run_id == parent
@@ -82,14 +82,14 @@ async def test_restoring_starts_a_new_run_where_the_old_one_was(stack: Stack) ->
     assert "step 10 (epoch 1)" in rejected.problems[0].message
 
 
-async def restore_epoch(stack: Stack, run_id: str, epoch: int) -> str:
+async def restore_step(stack: Stack, run_id: str, step: int) -> str:
     """Ask the gateway, as a person's script would; return the new run's id."""
     info = read_stack(stack.data_dir)
     assert info is not None
     async with httpx.AsyncClient(base_url=info.gateway_url, timeout=120) as client:
         headers = {"Idempotency-Key": f"restore-{run_id}"}
         answers = [
-            await client.post(f"/training-runs/{run_id}/checkpoints/{epoch}/restore", headers=headers) for _ in range(2)
+            await client.post(f"/training-runs/{run_id}/checkpoints/{step}/restore", headers=headers) for _ in range(2)
         ]
     assert [answer.status_code for answer in answers] == [202, 202], answers[0].text
     first, second = (str(answer.json()["run_id"]) for answer in answers)

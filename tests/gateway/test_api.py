@@ -530,9 +530,9 @@ async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:
     committed = CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref(20), size_bytes=10)
     await publish(bus, *life()[2:6], committed)
     missing = await gateway.client.post(f"/training-runs/{RUN}/checkpoints/7/restore")
-    assert (missing.status_code, missing.json()["detail"].endswith("there is: 1")) == (404, True)
+    assert (missing.status_code, missing.json()["detail"].endswith("it has steps 20")) == (404, True)
     restored = await gateway.client.post(
-        f"/training-runs/{RUN}/checkpoints/1/restore", headers={"Idempotency-Key": "again"}
+        f"/training-runs/{RUN}/checkpoints/last/restore", headers={"Idempotency-Key": "again"}
     )
     assert restored.status_code == 202
     child = await gateway.get(f"/training-runs/{restored.json()['run_id']}")
@@ -540,7 +540,7 @@ async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:
     assert (await gateway.client.post(f"/training-runs/{RUN}/cancel", params={"reason": "enough"})).status_code == 202
     asked = await bus.read_history(subjects.request("restore"), subjects.request("cancel"), stream="REQUESTS")
     assert [a.event for a in asked] == [
-        RestoreRequested(run_id=RUN, epoch=1),
+        RestoreRequested(run_id=RUN, step=20),
         CancelRequested(run_id=RUN, reason="enough"),
     ]
     await publish(bus, *life()[8:])

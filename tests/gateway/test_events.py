@@ -6,11 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from contracts.base import ingestion_id_for, request_id_for, run_id_for, study_id_for
-from contracts.events import REQUESTS
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunAccepted, RunCompleted, RunQueued
 from services.kit.bus import Bus
@@ -153,42 +150,3 @@ async def test_after_the_end_there_is_nothing(gateway: Running, bus: Bus, path: 
     for last in (4, 2**63 - 1, 10**30):
         found = await gateway.get(f"{path}follow=false", headers={"Last-Event-ID": str(last)})
         assert (found["last_event_id"], found["has_more"]) == (min(last, 2**63 - 1), False)
-
-
-async def post(gateway: Running, kind: str, body: Any, key: str = "k") -> httpx.Response:
-    return await gateway.client.post(f"/requests/{kind}", json=body, headers={"Idempotency-Key": key})
-
-
-async def test_any_request_is_published_and_says_what_it_leads_to(gateway: Running, bus: Bus) -> None:
-    for kind, body, field, made in (
-        ("restore.requested", {"run_id": RUN, "step": 5}, "run_id", run_id_for),
-        ("ingest.requested", {"data": {"source": "s3://lake/digits/"}}, "ingestion_id", ingestion_id_for),
-        (
-            "tune.requested",
-            {"run": {"name": "s", "command": ["true"]}, "space": {"x": [1, 2]}, "metrics": ["loss"]},
-            "study_id",
-            study_id_for,
-        ),
-        ("scrub.requested", {"run_id": RUN}, "", None),
-    ):
-        answer = await post(gateway, kind, body)
-        assert answer.status_code == 202, answer.text
-        found = answer.json()
-        ids = {name: found[name] for name in ("run_id", "study_id", "ingestion_id") if found[name] is not None}
-        assert ids == ({field: made(SOURCE, "k")} if made else {})
-        stored = await bus.get_message(found["sequence"], "REQUESTS")
-        assert stored is not None
-        assert (stored.subject, stored.envelope.id, stored.envelope.source) == (kind, "k", SOURCE)
-        refusal = request_id_for(SOURCE, stored.envelope.type, "k")
-        assert found["refusal"] == f"request.{refusal}.refused"
-        assert (await post(gateway, kind, body)).json()["duplicate"] is True
-
-
-async def test_a_request_that_is_none_is_refused_with_what_to_change(gateway: Running, bus: Bus) -> None:
-    unknown = await post(gateway, "destroy.requested", {})
-    assert unknown.status_code == 404
-    assert all(kind.subject_filter() in unknown.json()["detail"] for kind in REQUESTS)
-    invalid = await post(gateway, "cancel.requested", {"run": "r1"})
-    assert invalid.status_code == 422
-    assert {each["field"] for each in invalid.json()["problems"]} >= {"run_id", "run"}
-    assert await bus.read_history(stream="REQUESTS") == []

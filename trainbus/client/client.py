@@ -197,13 +197,12 @@ class AsyncClient:
         """
         run_id, step = await self._find_restorable(run, step, epoch)
         start = await self.connection.last_sequence(topology.FACTS) + 1
-        request = RestoreRequested(run_id=run_id, step=step, epoch=epoch if step is None else None)
-        restored = (await self.connection.publish_request(request)).run_id
+        restored = (await self.connection.publish_request(RestoreRequested(run_id=run_id, step=step))).run_id
         assert restored is not None
         return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
 
-    async def _find_restorable(self, run: RunRef, step: int | None, epoch: int | None) -> tuple[str, int | None]:
-        """Return a run and the step of its checkpoint; None for the last one of ``epoch``."""
+    async def _find_restorable(self, run: RunRef, step: int | None, epoch: int | None) -> tuple[str, int]:
+        """Return a run and the step of its checkpoint."""
         name = checkpoints.CheckpointName.parse(run) if isinstance(run, str) else None
         if (step is not None) + (epoch is not None) + bool(name and name.mark) != 1:
             raise UsageError("name one checkpoint: RUN@best, RUN@last or RUN@STEP, or a step, or an epoch")
@@ -212,10 +211,11 @@ class AsyncClient:
             return stored.commit.run_id, stored.step
         run_id = await self.find_run(run)
         known = [each.commit.checkpoint for each in await checkpoints.list_checkpoints(self.connection, run_id)]
-        if not any(each.step == step or each.epoch == epoch for each in known):
+        found = [each.step for each in known if each.step == step or each.epoch == epoch]
+        if not found:
             steps = ", ".join(f"{each.step} (epoch {each.epoch})" for each in known)
             raise NotFoundError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}")
-        return run_id, step
+        return run_id, found[-1]
 
     async def resume(
         self,

@@ -20,6 +20,7 @@ from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, parse, read_envelope
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
+from trainbus.client.request_routes import find_route
 from trainbus.client.stored_event import StoredEvent
 
 #: Seconds for which a gateway that does not answer is asked again: it may just be restarting.
@@ -129,13 +130,10 @@ class Connection:
         key = event_id or uuid.uuid4().hex
         if not (key.isascii() and key.isprintable()):
             raise UsageError(f"event id {key!r}: give printable ASCII")
-        path = "/training-runs" if event.subject == "train.requested" else f"/requests/{event.subject}"
-        answer = await self.call(
-            "POST",
-            path,
-            content=event.model_dump_json(exclude_defaults=True),
-            headers={"Content-Type": "application/json", "Idempotency-Key": key},
-        )
+        route, headers = find_route(event), {"Idempotency-Key": key}
+        if route.body is not None:
+            headers["Content-Type"] = "application/json"
+        answer = await self.call(route.method, route.path, params=route.params, content=route.body, headers=headers)
         named = {name: answer.get(name) for name in ("run_id", "study_id", "ingestion_id", "refusal")}
         return PublishedRequest(key, **named)
 

@@ -60,8 +60,8 @@ def measure_client(requirement: str, statement: str, folder: Path) -> Client:
     """Install a client into a new environment in ``folder`` and import it there several times."""
     venv.create(folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--target", packages]
-    subprocess.run([*pip, requirement], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, "--target", packages, requirement], check=True, capture_output=True)
     files = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     cost = measure_process([str(folder / "bin" / "python"), "-c", statement], "")
     return Client(

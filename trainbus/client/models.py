@@ -117,14 +117,8 @@ async def find_model(connection: Connection, name: str) -> ModelRecord:
 
 async def _list_versions(connection: Connection, name: str) -> list[ModelVersion]:
     """Return the versions of a model, the oldest first."""
-    found: list[ModelVersion] = []
-    wanted: dict[str, Any] = {"limit": PAGE}
-    while True:
-        page = await connection.get(f"/models/{name}/versions", wanted)
-        found += map(_read_version, page["models"])
-        if page["next_cursor"] is None:
-            return found[::-1]
-        wanted["cursor"] = page["next_cursor"]
+    pages = connection.read_pages(f"/models/{name}/versions")
+    return [_read_version(each) async for page in pages for each in page["models"]][::-1]
 
 
 def check_model(name: str) -> str:

@@ -19,7 +19,6 @@ from pydantic_core import from_json
 
 from contracts import subjects, topology
 from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
-from contracts.envelope import MAX_BODY_BYTES
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import (
     CancelRequested,
@@ -31,6 +30,7 @@ from contracts.events.train import (
 )
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
+from services.gateway.bodies import body_of, describe_bodies, read_json_body
 from services.gateway.checkpoint_routes import checkpoint_routes
 from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
 from services.gateway.datasets import dataset_routes
@@ -84,6 +84,7 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.add_middleware(Instrument)
     add_problem_handlers(app)
     describe_problems(app)
+    describe_bodies(app)
     commands, answers = Commands(service.bus), LongAnswers(service.stopping)
     app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(service, commands, projection))
@@ -91,14 +92,14 @@ def build_api(service: Service, projection: Projection, files: RunFiles, setting
     app.include_router(_run_routes(commands, projection))
     app.include_router(checkpoint_routes(commands, projection))
     app.include_router(file_routes(projection, files, answers))
-    app.include_router(dataset_routes(projection, files, settings, commands, service.bus, answers, _json_body))
+    app.include_router(dataset_routes(projection, files, settings, commands, service.bus, answers))
     app.include_router(lake_routes(settings, files))
     app.include_router(_stream_routes(service, projection))
     app.include_router(event_routes(service))
     app.include_router(studies.read_routes(projection))
     app.include_router(_catalog_routes(projection, settings))
-    app.include_router(model_routes(commands, projection, _json_body))
-    app.include_router(policy_routes(service.bus, commands, _json_body))
+    app.include_router(model_routes(commands, projection))
+    app.include_router(policy_routes(service.bus, commands))
     app.mount(DOCS_ASSETS_PATH, StaticFiles(directory=docs_assets_dir()))
     return app
 
@@ -114,17 +115,11 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         "/training-runs",
         status_code=202,
         response_model=views.AcceptedRequest,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "description": "`train.requested`; see contracts/schemas",
-                "content": {"application/json": {"schema": {"type": "object"}}},
-            }
-        },
+        openapi_extra=body_of(TrainRequested),
     )
     async def post_run(request: Request, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
-        body = await _json_body(request)
+        body = await read_json_body(request)
         train, envelope = commands.parse(TrainRequested, body, key or "")
         run_id = run_id_for(envelope.source, envelope.id)
         known: Row | None = None
@@ -141,17 +136,11 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         "/hpo/studies",
         status_code=202,
         response_model=views.AcceptedStudyRequest,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "description": "`tune.requested`; see contracts/schemas",
-                "content": {"application/json": {"schema": {"type": "object"}}},
-            }
-        },
+        openapi_extra=body_of(TuneRequested),
     )
     async def post_study(request: Request, response: Response, key: Key = None) -> views.AcceptedStudyRequest:
         """Ask for a search over hyper-parameters. 202: it is on the bus, and will be accepted or rejected."""
-        tune, envelope = commands.parse(TuneRequested, await _json_body(request), key or "")
+        tune, envelope = commands.parse(TuneRequested, await read_json_body(request), key or "")
         study_id = study_id_for(envelope.source, envelope.id)
         response.headers["Location"] = f"/hpo/studies/{study_id}"
         return await commands.publish(views.AcceptedStudyRequest, tune, envelope, study_id=study_id)
@@ -209,20 +198,6 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         return await change_drain(UndrainRequested, node_id, key, reason=reason, user=user)
 
     return router
-
-
-async def _json_body(request: Request) -> bytes:
-    # A form or plain text is what a web page may send across sites without asking.
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "send the request with Content-Type: application/json")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(
-                413, f"the body has more than {MAX_BODY_BYTES:,} bytes: put large content into the object store"
-            )
-    return bytes(body)
 
 
 def _since_s(since: str | None) -> float | None:

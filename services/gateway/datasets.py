@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
@@ -22,6 +22,7 @@ from contracts.events.dataset import DatasetIngested
 from contracts.events.train import IngestRequested
 from contracts.verification import DatasetVerification
 from services.gateway import queries, views
+from services.gateway.bodies import body_of, read_json_body
 from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
 from services.gateway.files import Range, RunFiles, guard, respond, tag
@@ -53,7 +54,6 @@ def dataset_routes(
     commands: Commands,
     bus: Bus,
     answers: LongAnswers,
-    read_body: Callable[[Request], Awaitable[bytes]],
 ) -> APIRouter:
     """Return the routes of what a dataset consists of. Nothing is read but what its manifest names."""
     router = APIRouter()
@@ -123,13 +123,15 @@ def dataset_routes(
 
         return await respond(read, size_bytes, sha256, wanted, REMEDY)
 
-    @router.post("/datasets/verify", response_class=StreamingResponse, openapi_extra=_body_of(views.DatasetChoice))
+    @router.post(
+        "/datasets/verify", response_class=StreamingResponse, openapi_extra=body_of(views.DatasetChoice, required=False)
+    )
     async def verify_several(request: Request) -> StreamingResponse:
         """Read datasets back and compare every hash: server-sent events `progress`, then `result` or `problem`.
 
         `result` has what was read and, by dataset, the damaged files.
         """
-        names = _parse(views.DatasetChoice, await read_body(request)).datasets
+        names = _parse(views.DatasetChoice, await read_json_body(request)).datasets
         if not names:
             await projection.catch_up()
             names = await queries.list_dataset_ids(projection.store)
@@ -163,7 +165,7 @@ def dataset_routes(
         return answers.respond(verify, "verify")
 
     @router.post(
-        "/datasets/{dataset}/repair", response_class=StreamingResponse, openapi_extra=_body_of(views.DatasetRepair)
+        "/datasets/{dataset}/repair", response_class=StreamingResponse, openapi_extra=body_of(views.DatasetRepair)
     )
     async def repair_dataset(dataset: Reference, request: Request) -> StreamingResponse:
         """Delete what is damaged, and ask for the ingestion that makes it again.
@@ -171,7 +173,7 @@ def dataset_routes(
         Server-sent events, as of a verification; `result` names what was deleted and the ingestion. What is intact
         stays: files are read again before they go.
         """
-        repair = _parse(views.DatasetRepair, await read_body(request))
+        repair = _parse(views.DatasetRepair, await read_json_body(request))
         found, ingested = await find(dataset), await find_ingested(repair.ingestion_id)
         if ingested is None or found.row is None or found.row["feature_store_version"] != ingested.fingerprint:
             raise HTTPException(
@@ -199,17 +201,11 @@ def dataset_routes(
         "/ingestions",
         status_code=202,
         response_model=views.AcceptedIngestionRequest,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "description": "`ingest.requested`; see contracts/schemas",
-                "content": {"application/json": {"schema": {"type": "object"}}},
-            }
-        },
+        openapi_extra=body_of(IngestRequested),
     )
     async def post_ingestion(request: Request, response: Response, key: Key = None) -> views.AcceptedIngestionRequest:
         """Ask for a dataset to be made without training on it."""
-        ingest, envelope = commands.parse(IngestRequested, await read_body(request), key or "")
+        ingest, envelope = commands.parse(IngestRequested, await read_json_body(request), key or "")
         ingestion_id = ingestion_id_for(envelope.source, envelope.id)
         response.headers["Location"] = f"/ingestions/{ingestion_id}"
         return await commands.publish(views.AcceptedIngestionRequest, ingest, envelope, ingestion_id=ingestion_id)
@@ -259,11 +255,6 @@ async def _find_made(objects: ObjectStore, ingested: DatasetIngested) -> str | N
 
 def _describe_loss(manifest: Manifest) -> str:
     return f"the records cannot be listed: ingest {manifest.source} again"
-
-
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a body that is JSON."""
-    return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
 def _parse(model: type[M], body: bytes) -> M:

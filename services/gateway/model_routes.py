@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
@@ -17,6 +16,7 @@ from contracts.events.train import (
     StageRequested,
 )
 from services.gateway import queries, views
+from services.gateway.bodies import body_of, read_json_body
 from services.gateway.commands import Commands
 from services.gateway.parameters import Key, Limit
 from services.gateway.projection import Projection
@@ -32,9 +32,7 @@ ACTIONS: dict[str, type[BusRequest]] = {
 }
 
 
-def model_routes(
-    commands: Commands, projection: Projection, read_body: Callable[[Request], Awaitable[bytes]]
-) -> APIRouter:
+def model_routes(commands: Commands, projection: Projection) -> APIRouter:
     """Return the routes of ``/models/{name}``."""
     router = APIRouter()
 
@@ -55,11 +53,10 @@ def model_routes(
 
     def add_action(action: str, kind: type[BusRequest]) -> None:
         async def act(name: Name, request: Request, key: Key = None) -> views.AcceptedModelRequest:
-            event, envelope = commands.parse(kind, await read_body(request), key or "", model=name)
+            event, envelope = commands.parse(kind, await read_json_body(request), key or "", model=name)
             return await commands.publish(views.AcceptedModelRequest, event, envelope, model=name)
 
         act.__doc__ = f"{kind.__doc__} The body has the fields of `{kind.verb}.requested`, without `model`."
-        schema: dict[str, Any] = {"type": "object"}
         router.add_api_route(
             f"/models/{{name}}/{action}",
             act,
@@ -67,7 +64,7 @@ def model_routes(
             name=f"{action}_model",
             status_code=202,
             response_model=views.AcceptedModelRequest,
-            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+            openapi_extra=body_of(kind, without={"model"}),
         )
 
     for action, kind in ACTIONS.items():

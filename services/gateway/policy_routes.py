@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
@@ -10,16 +9,15 @@ from fastapi import APIRouter, HTTPException, Request
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.train import AdoptPolicyRequested
 from services.gateway import queries, views
+from services.gateway.bodies import body_of, read_json_body
 from services.gateway.commands import Commands
 from services.gateway.parameters import Key
 from services.kit.bus import Bus
 
-BODY: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
-}
+BODY = body_of(AdoptPolicyRequested)
 
 
-def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
+def policy_routes(bus: Bus, commands: Commands) -> APIRouter:
     """Return the routes of ``/policy``."""
     router = APIRouter()
 
@@ -38,7 +36,7 @@ def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], A
     @router.post("/policy/diff", openapi_extra=BODY)
     async def diff_policy(request: Request) -> dict[str, Any]:
         """Return which settings a policy changes, and what about the runs of now. The body is that of PUT."""
-        event, _ = commands.parse(AdoptPolicyRequested, await read_body(request), "")
+        event, _ = commands.parse(AdoptPolicyRequested, await read_json_body(request), "")
         found = await commands.diff_policy(event.policy)
         if found is None:
             raise HTTPException(503, "no scheduler of this version answers: try again")
@@ -52,7 +50,7 @@ def policy_routes(bus: Bus, commands: Commands, read_body: Callable[[Request], A
 
         It is in force once `GET /policy` shows its digest; `request.<id>.refused` says why it is not.
         """
-        event, envelope = commands.parse(AdoptPolicyRequested, await read_body(request), key or "")
+        event, envelope = commands.parse(AdoptPolicyRequested, await read_json_body(request), key or "")
         return await commands.publish(views.AcceptedPolicyRequest, event, envelope, digest=event.policy.digest)
 
     return router

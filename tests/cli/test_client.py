@@ -122,7 +122,7 @@ async def test_events_and_logs_come_in_order(client: AsyncClient, bus: Bus) -> N
 async def test_a_version_of_a_model_is_found_by_its_number_and_by_an_alias(
     client: AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainbus.client.models.PAGE", 2)  # the versions come in two pages
+    monkeypatch.setattr("trainbus.client.connection.PAGE_ITEMS", 2)  # the versions come in two pages
     for version in (1, 2, 3):
         promoted = ModelPromoted(model="m", version=version, run_id=f"r{version}", checkpoint_uri="s3://models/m.json")
         await bus.publish(promoted)

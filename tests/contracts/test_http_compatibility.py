@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +88,17 @@ def test_what_is_added_breaks_nobody() -> None:
         {"name": "note", "in": "query", "schema": {"type": "string"}}
     )
     assert breaking_http_changes(DOCUMENT, changed) == []
+
+
+def test_every_body_and_every_reference_is_described() -> None:
+    document = DOCUMENT
+    bodies = {
+        f"{method} {path}": content["schema"]
+        for path, route in document["paths"].items()
+        for method, operation in route.items()
+        for content in operation.get("requestBody", {}).get("content", {}).values()
+        if content["schema"].get("format") != "binary"
+    }
+    assert [name for name, schema in bodies.items() if "properties" not in schema and "$ref" not in schema] == []
+    names = set(re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert names - document["components"]["schemas"].keys() == set()

@@ -1,0 +1,60 @@
+"""JSON that routes are sent: how it is described, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel
+
+from contracts.envelope import MAX_BODY_BYTES
+
+
+def body_of(model: type[BaseModel], *, without: Collection[str] = (), required: bool = True) -> dict[str, Any]:
+    """Return the ``openapi_extra`` of a route that reads its body itself.
+
+    Args:
+        without: fields that the address of the route has in place of the body.
+    """
+    # A class is described in one way where it is sent and in another where it is answered.
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}-Input")
+    schema["properties"] = {name: part for name, part in schema["properties"].items() if name not in without}
+    schema["required"] = [name for name in schema.get("required", ()) if name not in without]
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Have the OpenAPI document of the application hold the definitions that ``body_of`` refers to."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        for route in document["paths"].values():
+            for operation in route.values():
+                for content in operation.get("requestBody", {}).get("content", {}).values():
+                    found = content["schema"].pop("$defs", {})
+                    document["components"]["schemas"] |= {f"{name}-Input": schema for name, schema in found.items()}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+async def read_json_body(request: Request) -> bytes:
+    """Return the body of a request; b"" if it has none.
+
+    Raises:
+        HTTPException: 415, it is not JSON by its header; 413, it is too long.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(
+                413, f"the body has more than {MAX_BODY_BYTES:,} bytes: put large content into the object store"
+            )
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    # A form or plain text is what a web page may send across sites without asking.
+    if content_type != "application/json" and (body or content_type):
+        raise HTTPException(415, "send the request with Content-Type: application/json")
+    return bytes(body)

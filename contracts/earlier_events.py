@@ -82,7 +82,7 @@ class PolicyV1(Policy):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    preemption: Preemption = Field(Preemption(), alias=EARLIER_PREEMPTION)
+    preemption: Preemption = Field(Preemption.defaults(), alias=EARLIER_PREEMPTION)
 
 
 class PolicyAdoptedV1(PolicyAdopted, fact="adopted", version=1):

@@ -76,8 +76,8 @@ class Order(SpecPart):
     by: tuple[OrderKey, ...] = ("priority",)
     #: Whether a run that fits may overtake one that does not.
     skip: bool = False
-    attained: LeastAttained = LeastAttained()
-    even_wait: EvenWait = EvenWait()
+    attained: LeastAttained = LeastAttained.defaults()
+    even_wait: EvenWait = EvenWait.defaults()
 
 
 class Quota(SpecPart):
@@ -275,17 +275,19 @@ class Policy(SpecPart):
     """Everything that configures ``decide``; two schedulers with the same policy decide the same."""
 
     name: str = Field("priority-first-come", min_length=1, max_length=100)
-    order: Order = Order()
-    admit: Admit = Admit()
-    fair_share: FairShare = FairShare()
-    place: Place = Place()
-    reserve: Reserve = Reserve()
+    order: Order = Order.defaults()
+    admit: Admit = Admit.defaults()
+    fair_share: FairShare = FairShare.defaults()
+    place: Place = Place.defaults()
+    reserve: Reserve = Reserve.defaults()
     maintenance: tuple[Maintenance, ...] = ()
-    preemption: Preemption = Field(Preemption(), validation_alias=AliasChoices("preemption", EARLIER_PREEMPTION))
-    elastic: Elastic = Elastic()
-    predict: Predict = Predict()
-    pools: Pools = Pools()
-    faults: Faults = Faults()
+    preemption: Preemption = Field(
+        Preemption.defaults(), validation_alias=AliasChoices("preemption", EARLIER_PREEMPTION)
+    )
+    elastic: Elastic = Elastic.defaults()
+    predict: Predict = Predict.defaults()
+    pools: Pools = Pools.defaults()
+    faults: Faults = Faults.defaults()
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -37,6 +37,14 @@ class SpecPart(BaseModel):
     """A part of a request: frozen, and as strict about unknown fields as the request itself."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def defaults(cls, **given: Any) -> Self:
+        """Return a part of defaults, for a field whose default it is; ``given`` are set, and not checked.
+
+        ``cls()`` would build the validator of the part each time that the contracts are imported.
+        """
+        return cast(Self, cls.model_construct(**given))
 
     @model_validator(mode="after")
     def _follows_its_rules(self) -> Self:

@@ -148,8 +148,8 @@ class DataSource(SpecPart):
     format: Literal["images", "jsonl", "csv", "parquet", "text", "tokens", "binary", "webdataset", "mds", "auto"] = (
         "auto"
     )
-    split: Split = Split()
-    checks: RecordChecks = RecordChecks()
+    split: Split = Split.defaults()
+    checks: RecordChecks = RecordChecks.defaults()
     features: FeatureJoin | None = None
     #: Share of broken records above which ingestion fails instead of quarantining them; also of every class.
     max_invalid_fraction: float = Field(0.01, ge=0, le=1)

@@ -46,12 +46,12 @@ class RunFields(SpecPart):
     #: A path (``research/vision``) where teams are parts of others.
     team: str | None = Field(None, max_length=200)
     priority: int = Field(0, ge=-1000, le=1000, description="a higher number goes first")
-    slots: Slots = Slots()
-    resources: Resources = Resources()
-    gang: Gang = Gang()
-    scheduling: Scheduling = Scheduling()
+    slots: Slots = Slots.defaults()
+    resources: Resources = Resources.defaults()
+    gang: Gang = Gang.defaults()
+    scheduling: Scheduling = Scheduling.defaults()
     code: Code | None = None
-    packages: Packages = Packages()
+    packages: Packages = Packages.defaults()
     task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
     params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
     command: Annotated[list[Argument], Field(min_length=1, max_length=1000)] | None = None
@@ -60,9 +60,9 @@ class RunFields(SpecPart):
     env: dict[str, str] = Field(default_factory=dict, max_length=200)
     data: DataSource | DatasetRef | None = None
     training: Training | None = None
-    retention: Retention = Retention()
-    checkpoints: Checkpoints = Checkpoints()
-    watch: Watch = Watch()
+    retention: Retention = Retention.defaults()
+    checkpoints: Checkpoints = Checkpoints.defaults()
+    watch: Watch = Watch.defaults()
     evaluation: Evaluation | None = None
     evaluate: EvaluationTarget | None = None
     #: The registered model that this run's result competes for.

@@ -160,13 +160,15 @@ class PruningMethod(SpecPart):
 class StudyOptions(SpecPart):
     """How a study searches: everything but what it searches."""
 
-    objectives: tuple[Objective, ...] = Field((Objective(metric="validation/loss"),), min_length=1, max_length=8)
+    objectives: tuple[Objective, ...] = Field(
+        (Objective.defaults(metric="validation/loss"),), min_length=1, max_length=8
+    )
     constraints: tuple[Constraint, ...] = Field((), max_length=20)
     trials: int = Field(20, ge=1, le=MAX_TRIALS)
     #: Trials that run at a time.
     parallel: int = Field(2, ge=1, le=1000)
-    sampler: Sampler = Sampler()
-    pruning: PruningMethod = PruningMethod()
+    sampler: Sampler = Sampler.defaults()
+    pruning: PruningMethod = PruningMethod.defaults()
     #: Scripts: the parameter that says for how many epochs to train. A task trains ``run.training.epochs``.
     epochs_param: str | None = Field(None, max_length=200)
     #: Scripts: how many epochs a whole trial has; a task's are ``run.training.epochs``.

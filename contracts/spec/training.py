@@ -56,7 +56,7 @@ class Training(SpecPart):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0, lt=2**63)
-    loading: DataLoading = DataLoading()
+    loading: DataLoading = DataLoading.defaults()
     #: Steps between checkpoints; None: at the end of each epoch.
     checkpoint_every_steps: int | None = Field(None, ge=1)
     #: The longest time between checkpoints, independent of steps; ``auto`` weighs their measured cost against the

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, Unpack
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
@@ -31,19 +31,14 @@ from trainbus.client import checkpoints, explanation, policy, run_list, runs
 from trainbus.client.address import StackAddress, locate_stack
 from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, connect
-from trainbus.client.datasets import find_dataset
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
-from trainbus.client.package import pack_project
 from trainbus.client.policy import AdoptedPolicy
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import MetricPoint
 from trainbus.client.stored_event import StoredEvent
-from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
-from trainbus.client.submission_check import check_submission
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView
-from trainbus.datasets.history import DatasetRecord
 
 if TYPE_CHECKING:
     from trainbus.client.comparison import Comparison
@@ -52,13 +47,15 @@ if TYPE_CHECKING:
     from trainbus.client.model_folder import FetchedModel
     from trainbus.client.resumption import ResumedRun
     from trainbus.client.run_files import FetchedCheckpoint
+    from trainbus.client.submission import SubmittedRun
+    from trainbus.datasets.history import DatasetRecord
 
 T = TypeVar("T")
 P = ParamSpec("P")
 #: A run's id, the unique start of one, or its name; or what ``submit`` and ``run`` return.
+RunRef: TypeAlias = "str | SubmittedRun | RunView"
 #: What a model has of its champion.
 CHAMPION_FIELDS = ("version", "run_id", "metrics", "reason", "promoted_at", "checkpoint_uri")
-RunRef = str | SubmittedRun | RunView
 #: Seconds for which the scheduler's answer to a request is awaited.
 ANSWER_TIMEOUT_S = 5.0
 
@@ -120,6 +117,10 @@ class AsyncClient:
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
         """
+        from trainbus.client.package import pack_project
+        from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
+        from trainbus.client.submission_check import check_submission
+
         folder, task = locate_code(project, task, options)
         if (init_from := options.get("init_from")) is not None:
             options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
@@ -138,7 +139,7 @@ class AsyncClient:
 
     async def find_run(self, run: RunRef) -> str:
         """Return the id of a run."""
-        return run.run_id if isinstance(run, SubmittedRun | RunView) else await run_list.find_run(self.connection, run)
+        return await run_list.find_run(self.connection, run) if isinstance(run, str) else run.run_id
 
     async def runs(self, *, include_ended: bool = True, matching: RunFilter | None = None) -> list[RunView]:
         """Return the runs in the order of their requests. Without ``include_ended``: only the newest 20 that ended."""
@@ -378,6 +379,8 @@ class AsyncClient:
 
     async def dataset(self, name: str) -> DatasetRecord:
         """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
+        from trainbus.client.datasets import find_dataset
+
         return await find_dataset(self.connection, name)
 
     async def put(self, path: Path | str, uri: str) -> PutResult:

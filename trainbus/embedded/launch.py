@@ -15,7 +15,6 @@ from typing import Any
 
 from trainbus.embedded import process
 from trainbus.embedded.layout import StackOptions, stack_file
-from trainbus.embedded.servers import read_tail
 
 #: Exit code of a supervisor that found another one on its data folder.
 EXIT_LOCKED = 3
@@ -178,6 +177,8 @@ class StackProcess:
             stack_file(self.options.data_dir).unlink(missing_ok=True)
 
     def _output_tail(self) -> str:
+        from trainbus.embedded.servers import read_tail
+
         return "" if self._output is None else f":\n{read_tail(self._output, 20)}"
 
 

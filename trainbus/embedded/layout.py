@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.kit.ports import free_ports, port_is_free
-from trainbus.embedded.servers import NatsServer, S3Server
 
 if TYPE_CHECKING:
     from contracts.scheduling import Policy
+    from trainbus.embedded.servers import NatsServer, S3Server
 
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")
@@ -224,6 +224,8 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
     Raises:
         InvalidOptionsError: a name in ``options.without``, the policy or a pool is not valid.
     """
+    from trainbus.embedded.servers import NatsServer, S3Server
+
     data = options.data_dir.resolve()
     for folder in ("logs", "mlflow"):
         (data / folder).mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.common import report
-from loadtest.questions import measure_process
+from loadtest.process_cost import measure_process
 
 ROOT = Path(__file__).parent.parent
 #: The last commit whose client read the bus itself.
@@ -63,7 +63,7 @@ def measure_client(requirement: str, statement: str, folder: Path) -> Client:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
     subprocess.run([*pip, "--target", packages, requirement], check=True, capture_output=True)
     files = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    cost = measure_process([str(folder / "bin" / "python"), "-c", statement], "")
+    cost = measure_process([str(folder / "bin" / "python"), "-c", statement], {})
     return Client(
         sum(path.stat().st_size for path in files) / 1e6,
         len(list(distributions(path=[str(packages)]))),

@@ -1,6 +1,6 @@
 """What a question to the gateway costs when much has happened.
 
-    python -m loadtest.questions [--runs 100000] [--rows 1000000]
+    python -m loadtest.questions [--runs 100000] [--rows 1000000] [--prefect .../bin/prefect]
 
 The facts of ``--runs`` runs go through a real nats-server into the read model of a gateway; then each command is timed
 as a process of its own, readers and submissions are put on the API, and events are followed. After that the read
@@ -17,13 +17,12 @@ import asyncio
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress
 
+from contracts.base import Fact
 from contracts.events.node import NodeJoined
-from contracts.events.run import Member
+from contracts.events.run import Member, RunLog
 from contracts.spec.run import RunSpec
 from loadtest.common import percentile, report
+from loadtest.prefect_questions import measure_prefect
+from loadtest.process_cost import Cost, measure_process
 from loadtest.run_facts import make_run_facts
 from loadtest.server import nats_server
 from services.gateway.core.fold import Rows
@@ -54,22 +56,10 @@ LIVE_RUNS = 100
 TEAMS, USERS, MODELS = ("vision", "speech", "text/small", "text/large"), 40, 25
 #: Facts that are sent before the server is waited for.
 PORTION = 2_000
-REPEATS = 5
 READERS, THINK_S, SUBMISSIONS_PER_S, LOAD_S = 50, 1.0, 20, 30.0
 EVENTS = 40
 #: The load test stops by itself after so long, whatever happens.
 TIME_LIMIT_S = 1500.0
-#: Starts a process and says on stderr how it ended. A process counts the memory of the one that it was forked from as
-#: its own: this one is small.
-LAUNCHER = """
-import os, sys, time
-began = time.perf_counter()
-to_stdout = [(os.POSIX_SPAWN_DUP2, 1, 2)]
-process = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=to_stdout)
-_, status, usage = os.wait4(process, 0)
-took_s = time.perf_counter() - began
-print(os.waitstatus_to_exitcode(status), took_s, usage.ru_maxrss, file=sys.stderr)
-"""
 #: Stands in the facts of a run that are written once for the id of each.
 ANY_RUN = "anyrun"
 START_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -130,31 +120,6 @@ async def wait_until_stored(bus: Bus, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a command needs as a process: the median and the longest time, and the most memory."""
-
-    median_s: float
-    longest_s: float
-    memory_mb: float
-
-
-def measure_process(arguments: list[str], url: str, exit_code: int = 0) -> Cost:
-    """Run a process several times."""
-    times, memory = [], 0.0
-    environment = {**os.environ, "TRAINBUS_GATEWAY_URL": url, "COLUMNS": "160"}
-    for _ in range(REPEATS):
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", LAUNCHER, *arguments], env=environment, capture_output=True, text=True
-        )
-        code, took_s, size = done.stderr.splitlines()[-1].split()
-        if int(code) != exit_code:
-            raise RuntimeError(f"{' '.join(arguments)} ended with {code}: {done.stdout}")
-        times.append(float(took_s))
-        memory = max(memory, int(size) * 1024 / 1e6)
-    return Cost(statistics.median(times), max(times), memory)
-
-
 def measure_commands(url: str, count: int) -> dict[str, Cost]:
     """Time every question of the issue, and beside it an interpreter that does nothing."""
     trainbus = [sys.executable, "-m", "trainbus"]
@@ -168,9 +133,10 @@ def measure_commands(url: str, count: int) -> dict[str, Cost]:
         "why WAITING": (["why", name_of(count - 2)], 0),
         "show TYPO": (["show", f"{middle[:-2]}x{middle[-1]}"], 2),
     }
-    found = {name: measure_process([*trainbus, *words], url, code) for name, (words, code) in questions.items()}
-    nothing = {"python -c pass": measure_process([sys.executable, "-c", "pass"], url)}
-    return {**nothing, "trainbus --version": measure_process([*trainbus, "--version"], url), **found}
+    place = {"TRAINBUS_GATEWAY_URL": url}
+    found = {name: measure_process([*trainbus, *words], place, code) for name, (words, code) in questions.items()}
+    nothing = {"python -c pass": measure_process([sys.executable, "-c", "pass"], place)}
+    return {**nothing, "trainbus --version": measure_process([*trainbus, "--version"], place), **found}
 
 
 @dataclass(slots=True)
@@ -255,25 +221,44 @@ async def put_load(url: str, count: int) -> Load:
     return found
 
 
-async def time_events(bus: Bus, url: str) -> list[float]:
-    """Return the seconds from publishing an event to its line of ``trainbus events -f``."""
+async def time_lines(bus: Bus, url: str, words: list[str], events: Iterable[Fact]) -> list[float]:
+    """Return the seconds from publishing each event to its line of a command that follows them."""
     environment = {**os.environ, "TRAINBUS_GATEWAY_URL": url, "PYTHONUNBUFFERED": "1"}
-    command = (sys.executable, "-m", "trainbus", "events", "-f", "--tail", "1")
+    command = (sys.executable, "-m", "trainbus", *words)
     process: Process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE)
     assert process.stdout is not None
     took = []
     try:
-        for number in range(EVENTS + 1):
-            fact = NodeJoined(node_id="followed", incarnation=f"i{number}", address="a", slots=1, lease_ttl_s=3)
+        for number, event in enumerate(events):
             began = time.perf_counter()
-            await bus.publish(fact)
-            await asyncio.wait_for(process.stdout.readline(), 60)
-            took.append(time.perf_counter() - began)
+            await bus.publish(event)
+            while b"followed" not in await asyncio.wait_for(process.stdout.readline(), 60):
+                pass  # what it prints before
+            if number:  # at the first one the process may still have been starting
+                took.append(time.perf_counter() - began)
             await asyncio.sleep(0.1)
     finally:
         process.kill()
         await process.wait()
-    return took[1:]  # the process may still have been starting at the first one
+    return took
+
+
+async def time_followers(bus: Bus, url: str, count: int) -> dict[str, list[float]]:
+    """Return what ``time_lines`` finds of each command that follows; the last run but one waits."""
+    run_id, name = f"r{count - 2:07}", name_of(count - 2)
+    joined = [
+        NodeJoined(node_id="followed", incarnation=f"i{number}", address="a", slots=1, lease_ttl_s=3)
+        for number in range(EVENTS + 1)
+    ]
+    printed = [
+        RunLog(run_id=run_id, generation=1, rank=0, offset=number, lines=(f"followed {number}",))
+        for number in range(2 * EVENTS + 2)
+    ]
+    return {
+        "events -f": await time_lines(bus, url, ["events", "-f", "--tail", "1"], joined),
+        "logs -f": await time_lines(bus, url, ["logs", "-f", name, "--tail", "1"], printed[: EVENTS + 1]),
+        "attach": await time_lines(bus, url, ["attach", name], printed[EVENTS + 1 :]),
+    }
 
 
 async def fill_rows(bus: Bus, settings: GatewaySettings, count: int, progress: Progress) -> None:
@@ -326,14 +311,13 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                     progress.remove_task(bar)
                     found[f"{name}_ready_s"] = time.perf_counter() - began
                     costs = await asyncio.to_thread(measure_commands, url, count)
-                    found[f"{name}_commands"] = {
-                        name: {"median_s": c.median_s, "longest_s": c.longest_s, "memory_mb": c.memory_mb}
-                        for name, c in costs.items()
-                    }
+                    found[f"{name}_commands"] = {name: asdict(cost) for name, cost in costs.items()}
                     if name == "log":
-                        found["events_s"] = await time_events(bus, url)
+                        found["lines_s"] = await time_followers(bus, url, count)
                         found["load"] = (await put_load(url, count)).figures()
                 await bus.close()
+        if arguments.prefect:
+            found["prefect"] = await measure_prefect(arguments.prefect, arguments.prefect_runs, folder, progress)
     return found
 
 
@@ -344,14 +328,24 @@ def show(found: dict[str, Any]) -> None:
             figure = f"{cost['median_s']:.2f} s (longest {cost['longest_s']:.2f}), {cost['memory_mb']:.0f} MB"
             rows.append((f"{name}, {what}", figure, "0.5 s, 100 MB"))
     if (load := found.get("load")) is not None:
-        events = found["events_s"]
         rows += [
             ("answers under load", f"p50 {load['p50_ms']:.0f} ms, p99 {load['p99_ms']:.0f} ms", "p99 100 ms"),
             ("submissions", f"{load['submissions_per_s']:.0f} /s, p99 {load['submission_p99_ms']:.0f} ms", "20 /s"),
             ("the read model is behind at most", f"{load['behind_s_max']:.2f} s", "1 s"),
-            ("event to line", f"{statistics.median(events):.3f} s, longest {max(events):.3f} s", "0.1 s"),
+            *(
+                (f"event to line of {name}", f"{statistics.median(took):.3f} s, longest {max(took):.3f} s", "0.1 s")
+                for name, took in found["lines_s"].items()
+            ),
             ("facts into the read model", f"{found['facts'] / found['log_ready_s']:,.0f} /s", ""),
         ]
+    if (prefect := found.get("prefect")) is not None:
+        what = f"Prefect, {prefect['runs']:,} flow runs"
+        ours = found.get("log_commands", {}).get("ps", {}).get("median_s")
+        for name, cost in prefect["commands"].items():
+            figure = f"{cost['median_s']:.2f} s (longest {cost['longest_s']:.2f}), {cost['memory_mb']:.0f} MB"
+            rows.append((f"{name}, {what}", figure, f"{cost['median_s'] / ours:.1f} times `ps`" if ours else ""))
+        took = prefect["load"]
+        rows.append((f"answers under load, {what}", f"p50 {took['p50_ms']:.0f} ms, p99 {took['p99_ms']:.0f} ms", ""))
     report("questions", rows, found)
 
 
@@ -359,6 +353,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--prefect", metavar="PROGRAM", help="the command of an installed Prefect, to ask it as well")
+    parser.add_argument("--prefect-runs", type=int, default=10_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trainbus-questions-") as folder:
         show(asyncio.run(asyncio.wait_for(measure(arguments, Path(folder)), TIME_LIMIT_S)))

@@ -40,6 +40,8 @@ Row = Mapping[Any, Any]
 MAX_COUNTED_VALUES = 100
 #: Nodes named where a node is not known.
 MAX_NAMED_NODES = 20
+#: Of a model, in one answer.
+MAX_PENDING = 100
 #: Ingestions and runs of a dataset that are listed with it.
 MAX_OF_DATASET = 1000
 #: Newest facts of a run that its timeline has unless more are asked for.
@@ -412,11 +414,16 @@ async def _champions(store: Store, names: Sequence[str]) -> dict[str, views.Mode
 
 
 async def _pending_promotions(store: Store, models: Sequence[str]) -> dict[str, list[views.PendingPromotion]]:
-    """Model -> the runs whose promotion waits for somebody, the oldest first."""
-    columns = (RUNS.c.run_id, RUNS.c.name, RUNS.c.model, RUNS.c.verdict, RUNS.c.verdict_reason)
-    query = sa.select(*columns).where(begins_with(RUNS.c.verdict, AWAITING), RUNS.c.model.in_(models))
+    """Model -> the runs whose promotion waits for somebody, the oldest first; of each model the first 100."""
+    columns = (RUNS.c.run_id, RUNS.c.name, RUNS.c.model, RUNS.c.verdict, RUNS.c.verdict_reason, RUNS.c.ended_at)
+    place = sa.func.row_number().over(partition_by=RUNS.c.model, order_by=(RUNS.c.ended_at, RUNS.c.run_id))
+    waiting = sa.select(*columns, place.label("place")).where(
+        begins_with(RUNS.c.verdict, AWAITING), RUNS.c.model.in_(models)
+    )
+    part = waiting.subquery()
+    query = sa.select(part).where(part.c.place <= MAX_PENDING).order_by(part.c.model, part.c.place)
     found: dict[str, list[views.PendingPromotion]] = defaultdict(list)
-    for row in await store.fetch(query.order_by(RUNS.c.ended_at)):
+    for row in await store.fetch(query):
         awaits, reason = row["verdict"].removeprefix(AWAITING), row["verdict_reason"]
         found[row["model"]].append(
             views.PendingPromotion(run_id=row["run_id"], name=row["name"], awaits=awaits, reason=reason)

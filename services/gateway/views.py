@@ -593,6 +593,7 @@ class RegisteredModel(View):
     gates: dict[str, Any]
     #: Version of the gates; 0: none were ever set.
     configuration: int
+    #: The oldest 100.
     pending: list[PendingPromotion]
 
 

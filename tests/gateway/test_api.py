@@ -43,7 +43,7 @@ from contracts.events.train import (
 from contracts.scheduling import Policy, Preemption
 from contracts.spec.gates import ModelGates
 from contracts.spec.study import StudySpec
-from services.gateway import commands
+from services.gateway import commands, queries
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.settings import GatewaySettings
 from services.kit.bus import Bus
@@ -313,7 +313,9 @@ async def test_every_error_is_a_problem_document(gateway: Running, monkeypatch: 
         ("GET", "/training-runs?limit=0", 422, {}),
         ("GET", "/training-runs?cursor=x", 422, {}),
         ("GET", "/training-runs?counts=true", 500, {}),
-        ("POST", "/training-runs", 415, {}),
+        ("POST", "/training-runs", 415, {"content": b'{"name": "x"}'}),
+        ("POST", "/training-runs", 415, {"data": {"name": "x"}}),
+        ("POST", "/training-runs", 422, {}),
         ("POST", "/training-runs", 422, {"json": {"slots": -1}}),
         ("POST", "/training-runs", 403, {"headers": evil}),
     ):
@@ -703,7 +705,10 @@ async def test_another_web_site_cannot_act_through_a_visitors_browser(gateway: R
     assert answer.status_code == status
 
 
-async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, bus: Bus) -> None:
+async def test_a_model_shows_its_gates_aliases_and_who_waits(
+    gateway: Running, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "MAX_PENDING", 1)
     promoted = ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri="s3://models/x")
     again = promoted.model_copy(update={"version": 2, "run_id": "r2", "metrics": {"accuracy": 0.9}})
     staged = ModelStaged(model="digits", alias="staging", version=1, run_id=RUN, request_id="q")
@@ -719,7 +724,8 @@ async def test_a_model_shows_its_gates_aliases_and_who_waits(gateway: Running, b
     accepted = RunAccepted(run_id="rwaits", spec=EVALUATED_SPEC, request_id="1", request_source="t")
     pending = RunPromotionPending(run_id="rwaits", model="digits", awaits="approval", reason="approve it")
     configured = ModelConfigured(model="digits", version=2, gates=gates)
-    await publish(bus, promoted, again, staged, *removed, failed, older, configured, accepted, pending)
+    later = [each.model_copy(update={"run_id": "rwaits2"}) for each in (accepted, pending)]
+    await publish(bus, promoted, again, staged, *removed, failed, older, configured, *later, accepted, pending)
     found: dict[str, Any] = {}
     async with asyncio.timeout(60):
         while not found.get("pending"):

@@ -23,7 +23,7 @@ from loadtest.process_cost import measure_process
 
 ROOT = Path(__file__).parent.parent
 #: The last commit whose client read the bus itself.
-BEFORE = "fca7026"
+BEFORE = "fa33fb2"
 OURS = "import trainbus; trainbus.Client"
 #: What a program of each platform installs and imports to submit work and to ask about it.
 PEERS = {

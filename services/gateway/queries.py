@@ -186,9 +186,10 @@ async def _count_values(store: Store, wanted: RunFilter, name: str) -> dict[str,
 async def run_detail(store: Store, run_id: str, timeline: int = MAX_TIMELINE) -> views.RunDetail:
     """Everything about a run that is there, with its newest ``timeline`` facts."""
     newest = sa.select(EVENTS).where(EVENTS.c.run_id == run_id).order_by(EVENTS.c.sequence.desc())
-    # Facts of its dataset and its model name it, too. The row is read after it, so that it has what the fact changed.
-    last_own = await store.fetch(newest.where(begins_with(EVENTS.c.subject, "run.")).limit(1))
-    (row,) = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id == run_id))
+    # Facts of its dataset and its model name it, too. One statement: the row is as that very fact has left it.
+    last_own = newest.with_only_columns(EVENTS.c.sequence).where(begins_with(EVENTS.c.subject, "run.")).limit(1)
+    query = RUNS_AND_PROGRESS.add_columns(last_own.scalar_subquery().label("last_own"))
+    (row,) = await store.fetch(query.where(RUNS.c.run_id == run_id))
     facts = await store.fetch(newest.limit(timeline)) if timeline else []
     last = (row["checkpoint"] or {}).get("uri")
     fields = {
@@ -196,7 +197,7 @@ async def run_detail(store: Store, run_id: str, timeline: int = MAX_TIMELINE) ->
         "best_checkpoint": await checkpoint_queries.describe_best(store, row),
         "state_digest": await checkpoint_queries.find_state_digest(store, last),
         "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,
-        "sequence": last_own[0]["sequence"] if last_own else 0,
+        "sequence": row["last_own"] or 0,
         "timeline": [views.timeline_fields(fact) for fact in reversed(facts)],
     }
     return views.RunDetail.model_validate(fields)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from contracts import subjects
 from contracts.base import run_id_for
@@ -25,6 +26,7 @@ from contracts.events.model import ModelConfigured, ModelDeployFailed, ModelProm
 from contracts.events.node import NodeDraining, NodeJoined
 from contracts.events.run import (
     RunAccepted,
+    RunCancelled,
     RunLog,
     RunPlaced,
     RunPromotionPending,
@@ -46,6 +48,7 @@ from contracts.spec.study import StudySpec
 from services.gateway import commands, queries
 from services.gateway.mlflow_pages import find_mlflow_url
 from services.gateway.settings import GatewaySettings
+from services.gateway.store import RUNS, Store
 from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
 from tests.kit.support import until
@@ -246,6 +249,30 @@ async def test_a_fresh_answer_has_all_that_was_published_before(gateway: Running
         found = await gateway.get(f"/training-runs/{RUN}", params={"fresh": True})
         assert (found["step"], found["metrics"]["train/loss"]) == (step + 1, 1 / (step + 2))
         assert found["steps_per_s"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("ends_after", range(1, 5))
+async def test_a_view_is_as_the_fact_that_it_names_has_left_the_run(
+    ends_after: int, gateway: Running, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(bus, RunAccepted(run_id=RUN, spec=SPEC, request_id="q", request_source="t"))
+    assert (await gateway.get(f"/training-runs/{RUN}", params={"fresh": True}))["state"] == "accepted"
+    fetch, queries_begun, last = Store.fetch, 0, 0
+
+    async def fetch_and_end(store: Store, statement: sa.Executable) -> Any:
+        nonlocal queries_begun, last
+        queries_begun += 1
+        number, found = queries_begun, await fetch(store, statement)
+        if number == ends_after:  # the run ends between two queries of one answer
+            last = await publish(bus, RunCancelled(run_id=RUN, reason="enough"))
+            state = sa.select(RUNS.c.state).where(RUNS.c.run_id == RUN)
+            while (await fetch(store, state))[0]["state"] != "cancelled":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(Store, "fetch", fetch_and_end)
+    found = await gateway.get(f"/training-runs/{RUN}", params={"timeline": 0})
+    assert (found["state"] == "cancelled") == (found["sequence"] == last > 0)
 
 
 async def test_references(gateway: Running, bus: Bus) -> None:

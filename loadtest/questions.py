@@ -317,7 +317,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                         found["load"] = (await put_load(url, count)).figures()
                 await bus.close()
         if arguments.prefect:
-            found["prefect"] = await measure_prefect(arguments.prefect, arguments.prefect_runs, folder, progress)
+            found["prefect"] = await measure_prefect(
+                arguments.prefect, arguments.prefect_runs, folder / "prefect", progress
+            )
     return found
 
 

@@ -53,7 +53,7 @@ def send_requests(arguments: argparse.Namespace, url: str, names: dict[str, str]
         "--continue-on-failure", "--no-shrink", "--request-timeout", "60", "--report-ndjson-path", str(path),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HTTP_FUZZ_NAMES": json.dumps(names)}
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=TIME_LIMIT_S, check=False)
+    subprocess.run(command, cwd=path.parent, env=environment, timeout=TIME_LIMIT_S, check=False)
 
 
 @dataclass(slots=True)

@@ -7,13 +7,11 @@ import json
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
 
 from contracts import subjects
 from contracts.base import TOKEN_PATTERN, ingestion_id_for
@@ -22,7 +20,7 @@ from contracts.events.dataset import DatasetIngested
 from contracts.events.train import IngestRequested
 from contracts.verification import DatasetVerification
 from services.gateway import queries, views
-from services.gateway.bodies import body_of, read_json_body
+from services.gateway.bodies import body_of, read_body, read_json_body
 from services.gateway.commands import BusUnavailable, Commands
 from services.gateway.dataset_verification import verify_datasets
 from services.gateway.files import Range, RunFiles, guard, respond, tag
@@ -41,7 +39,6 @@ REMEDY = "`trainbus datasets verify --repair` makes it again"
 #: Seconds for which the fact of an ingestion is waited for.
 READ_TIMEOUT_S = 20.0
 
-M = TypeVar("M", bound=BaseModel)
 Reference = Annotated[
     str, PathParameter(description="the id of a dataset, its beginning, an ingestion's, a run's, or a run's name")
 ]
@@ -131,7 +128,7 @@ def dataset_routes(
 
         `result` has what was read and, by dataset, the damaged files.
         """
-        names = _parse(views.DatasetChoice, await read_json_body(request)).datasets
+        names = (await read_body(views.DatasetChoice, request)).datasets
         if not names:
             await projection.catch_up()
             names = await queries.list_dataset_ids(projection.store)
@@ -173,7 +170,7 @@ def dataset_routes(
         Server-sent events, as of a verification; `result` names what was deleted and the ingestion. What is intact
         stays: files are read again before they go.
         """
-        repair = _parse(views.DatasetRepair, await read_json_body(request))
+        repair = await read_body(views.DatasetRepair, request)
         found, ingested = await find(dataset), await find_ingested(repair.ingestion_id)
         if ingested is None or found.row is None or found.row["feature_store_version"] != ingested.fingerprint:
             raise HTTPException(
@@ -255,10 +252,3 @@ async def _find_made(objects: ObjectStore, ingested: DatasetIngested) -> str | N
 
 def _describe_loss(manifest: Manifest) -> str:
     return f"the records cannot be listed: ingest {manifest.source} again"
-
-
-def _parse(model: type[M], body: bytes) -> M:
-    try:
-        return model.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error

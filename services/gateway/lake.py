@@ -17,6 +17,7 @@ from botocore.exceptions import ClientError
 from fastapi import APIRouter, Header, HTTPException, Query, Request
 
 from services.gateway import views
+from services.gateway.bodies import body_of, read_body
 from services.gateway.files import RunFiles
 from services.kit.messages import TransientError
 from services.kit.settings import Settings
@@ -101,9 +102,12 @@ def lake_routes(settings: Settings, files: RunFiles) -> APIRouter:
             store = part_uploads.put_part(await files.open(), uri, upload_id, number, bytes(body))
             return views.LakePart(number=number, etag=await _guard(store))
 
-    @router.post("/lake/uploads/complete", status_code=201, response_model=views.LakePart)
-    async def complete(key: Key, upload_id: UploadId, parts: views.LakeParts) -> views.LakePart:
+    @router.post(
+        "/lake/uploads/complete", status_code=201, response_model=views.LakePart, openapi_extra=body_of(views.LakeParts)
+    )
+    async def complete(key: Key, upload_id: UploadId, request: Request) -> views.LakePart:
         """Make the object of its parts, in the order of this list of ETags."""
+        parts = await read_body(views.LakeParts, request)
         work = part_uploads.complete_upload(await files.open(), uri_of(key), upload_id, parts.etags)
         return views.LakePart(number=len(parts.etags), etag=await _guard(work))
 

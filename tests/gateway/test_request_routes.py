@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -78,3 +79,43 @@ async def test_a_request_that_cannot_be_met_is_refused_with_what_to_change(
     assert answer.headers["content-type"] == "application/problem+json"
     assert words in answer.text
     assert await bus.read_history(stream="REQUESTS") == []
+
+
+async def test_no_body_breaks_a_route(gateway: Running) -> None:
+    """A body that is not JSON, not text, not an object or too deep is answered with what is wrong, everywhere."""
+    document = (await gateway.client.get("/openapi.json")).json()
+    routes = [
+        (method.upper(), re.sub(r"{[^}]*}", "1", path))
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    ]
+    query = {"key": "a", "upload_id": "u"}
+    headers = {"Content-Type": "application/json"}
+    answers = {
+        (method, path, body[:8]): await gateway.client.request(
+            method, path, params=query, headers=headers, content=body
+        )
+        for method, path in routes
+        for body in (b"\xff", b'{"name": "\xff"}', b"{", b"[]", b"null", b'{"a": ' * 20_000)
+    }
+    assert len(routes) > 10
+    assert {
+        name: (answer.status_code, answer.text) for name, answer in answers.items() if answer.status_code != 422
+    } == {}
+    assert all(answer.json()["detail"] for answer in answers.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/lake/uploads/complete?key=a&upload_id=u", {"etags": []}, "etags"),
+        ("/lake/uploads/complete?key=a&upload_id=u", {"etags": ["a", 1]}, "etags.1"),
+        ("/datasets/verify", {"datasets": "all"}, "datasets"),
+        ("/datasets/1/repair", {}, "ingestion_id"),
+    ],
+)
+async def test_a_wrong_field_of_a_body_is_named(path: str, body: Any, field: str, gateway: Running) -> None:
+    answer = await gateway.client.post(path, json=body)
+    assert answer.status_code == 422, answer.text
+    assert field in [each["field"] for each in answer.json()["problems"]]

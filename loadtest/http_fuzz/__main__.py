@@ -1,7 +1,7 @@
 """Random requests by the gateway's own description: schemathesis on a live stack, which finds nothing.
 
-    python -m venv /tmp/schemathesis && /tmp/schemathesis/bin/pip install schemathesis
-    python -m loadtest.http_fuzz --schemathesis /tmp/schemathesis/bin/schemathesis
+    python -m venv PATH && PATH/bin/pip install schemathesis
+    python -m loadtest.http_fuzz --schemathesis PATH/bin/schemathesis
 
 Each route gets ``--examples`` requests that fit its schema, and as many that do not; half of the names in them are
 those of a run, a dataset and a model that exist. A fault is an answer of 5xx, one that the document does not describe,

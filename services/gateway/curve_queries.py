@@ -53,7 +53,8 @@ def points_query(run_id: str, names: list[str], max_points: int) -> sa.Select[An
     """
 
     def of_metric(name: sa.ColumnElement[str]) -> tuple[sa.ColumnElement[bool], ...]:
-        return *_of_run(run_id), POINTS.c.name == name
+        # A step below 0 is nonsense, and with one a difference of steps may be beyond the database's integers.
+        return *_of_run(run_id), POINTS.c.name == name, POINTS.c.step >= 0
 
     given = (
         sa.values(sa.column("name", POINTS.c.name.type), name="given").data([(name,) for name in names]).cte("given")
@@ -63,7 +64,7 @@ def points_query(run_id: str, names: list[str], max_points: int) -> sa.Select[An
     beyond = sa.select(POINTS.c.step).where(*of_metric(given.c.name)).order_by(POINTS.c.step)
     is_whole = beyond.offset(max_points).limit(1).scalar_subquery().is_(None)
     # Rounded up: that many strides reach the oldest point.
-    stride = sa.case((is_whole, 1), else_=(newest - oldest + max_points - 2) // (max_points - 1))
+    stride = sa.case((is_whole, 1), else_=(newest - oldest - 1) // (max_points - 1) + 1)
     walk = sa.select(given.c.name, newest.label("step"), stride.label("stride")).cte("walk", recursive=True)
     before = sa.select(sa.func.max(POINTS.c.step)).where(
         *of_metric(walk.c.name), POINTS.c.step <= walk.c.step - walk.c.stride

@@ -86,7 +86,7 @@ def is_about_values(error: Exception) -> bool:
         # Of SQL's states class 22 is "data exception", and 54 "program limit exceeded": a text that is too long for an
         # index. The driver itself raises a ValueError.
         return isinstance(cause, ValueError) or str(getattr(cause, "sqlstate", None)).startswith(("22", "54"))
-    return isinstance(error, (OverflowError, UnicodeEncodeError))
+    return isinstance(error, (OverflowError, ValueError))
 
 
 def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tuple[str, ...]] = ()) -> sa.Table:

@@ -77,6 +77,11 @@ async def test_curves_are_thinned_and_come_in_pages(
                     assert steps == given
                 else:
                     assert steps[0] - given[0] <= -(-(given[-1] - given[0]) // (max_points - 1))
+        # Any integer may come as a step: no sum of two is beyond those of the database.
+        await add_points(store, {"wide": [-(2**63), -1, 0, 1, 2**62, 2**63 - 1]})
+        for max_points in (2, 3, 5):
+            steps = [step for step, _ in (await read_all(store, names=["wide"], max_points=max_points))["wide"]]
+            assert (len(steps) <= max_points, steps[-1]) == (True, 2**63 - 1)
         assert list(await read_all(store, names=["rare", "loss", "none", "accuracy"])) == ["accuracy", "loss", "rare"]
 
 
@@ -99,7 +104,7 @@ async def test_neither_names_nor_points_are_read_one_by_one(gateway_settings: Ga
             plan = (await explain(store, query)).splitlines()
             assert not [line for line in plan if "SCAN points" in line]
             assert [line for line in plan if "(run_id=? AND kind=?" in line]
-        walked = "(run_id=? AND kind=? AND name=? AND node_id=? AND step<?)"
+        walked = "(run_id=? AND kind=? AND name=? AND node_id=? AND step>? AND step<?)"
         assert any(walked in line for line in plan)
 
 

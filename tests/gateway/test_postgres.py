@@ -122,10 +122,13 @@ async def test_what_no_database_holds_ends_no_gateway(
     await publish(bus, *life("r0", SPEC.model_copy(update={"name": "a\0b\u202e\x1b[31m"})))
     point = ProgressPoint(step=7, time=1000.5, values={"a\0b": 1.0, "none": float("nan")})
     beyond = ProgressPoint(step=10**30, time=1000.5, values={"loss": 1.0})
-    for offset, points in enumerate([(beyond,), (point,)]):
+    timeless = ProgressPoint(step=1, time=float("nan"), values={"cpu": 1.0})
+    endless = ProgressPoint(step=1, time=float("inf"), values={"cpu": 1.0})
+    reports = [("training", beyond), ("system", timeless), ("system", endless), ("training", point)]
+    for offset, (kind, each) in enumerate(reports):
         await publish(
             bus,
-            RunProgress(run_id="r0", generation=2, node_id="n1", rank=0, offset=offset, kind="training", points=points),
+            RunProgress(run_id="r0", generation=2, node_id="n1", rank=0, offset=offset, kind=kind, points=(each,)),
         )
     for settings in (gateway_settings, on_postgres):
         async with Store(settings.database_url) as store:

@@ -408,7 +408,7 @@ def apply_progress(
             generation=report.generation,
         )
         for point in report.points
-        if system or survives(report.generation, point.step, placements)
+        if math.isfinite(point.time) and (system or survives(report.generation, point.step, placements))
         for name, value in point.values.items()
         if math.isfinite(value)  # a curve has a gap there
     ]

@@ -7,6 +7,7 @@ Hypothesis draws them; the same seed draws the same messages.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ EVENTS = sorted(BY_TYPE.values(), key=lambda each: each.type)
 Schema = dict[str, Any]
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 NUMBERS = st.one_of(st.integers(-3, 40), st.sampled_from((2**31, 2**63, -(2**63), 10**30)))
-FLOATS = st.one_of(st.floats(-10, 10), st.sampled_from((0.0, 1e308, -1e-308)))
+FLOATS = st.one_of(st.floats(-10, 10), st.sampled_from((0.0, 1e308, -1e-308, math.nan, math.inf, -math.inf)))
 TIMES = st.sampled_from(
     ("2026-01-01T00:00:00Z", "1970-01-01T00:00:00Z", "9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00Z", "yesterday")
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -126,3 +128,21 @@ async def test_an_event_loop_that_is_held_up_shows_in_the_metrics(monkeypatch: p
     time.sleep(0.2)  # noqa: ASYNC251  what no code may do on the loop
     await until(lambda: late_s() >= before + 0.15, "the delay to show")
     await cancel_and_wait(measuring)
+
+
+def test_a_collection_passes_over_what_is_loaded_before_the_service_runs() -> None:
+    """A full collection stops the event loop for as long as it walks through what never goes."""
+    program = """
+import gc
+from services.kit.service import Service
+from services.kit.settings import Settings
+
+class Counting(Service):
+    async def run(self):
+        print(len(gc.get_objects()), gc.get_freeze_count())
+
+Counting("counting", Settings()).main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    walked_through, passed_over = map(int, done.stdout.split())
+    assert walked_through < passed_over / 100

@@ -38,6 +38,7 @@ from services.gateway.core.rows import (
     Study,
 )
 from services.gateway.migrations import HEAD, VERSION_TABLE, is_known, read_revision, upgrade
+from services.gateway.sqlite_reader import SqliteReader, set_pragmas
 
 log = structlog.get_logger(__name__)
 
@@ -204,19 +205,23 @@ class Store:
         self.url, self._replaces_later = url, replaces_later
         self.sqlite = make_url(url).get_backend_name() == "sqlite"
         self._engine: AsyncEngine | None = None
+        self._reader: SqliteReader | None = None
 
     async def __aenter__(self) -> Store:
-        database = make_url(self.url).database
-        if self.sqlite and database and database != ":memory:":
-            Path(database).parent.mkdir(parents=True, exist_ok=True)
+        url = make_url(self.url)
+        is_file = self.sqlite and url.database and url.database != ":memory:"
+        if is_file:
+            Path(str(url.database)).parent.mkdir(parents=True, exist_ok=True)
         self._engine = create_async_engine(self.url, pool_pre_ping=not self.sqlite, json_serializer=_write_json)
         if self.sqlite:
-            sa.event.listen(self._engine.sync_engine, "connect", _sqlite_pragmas)
+            sa.event.listen(self._engine.sync_engine, "connect", set_pragmas)
         try:
             await self._ensure_schema_with_retries()
         except BaseException:
             await self._engine.dispose()
             raise
+        if is_file:
+            self._reader = SqliteReader(url)
         return self
 
     async def _ensure_schema_with_retries(self) -> None:
@@ -232,6 +237,8 @@ class Store:
                 await asyncio.sleep(0.5)
 
     async def __aexit__(self, *_: object) -> None:
+        if self._reader is not None:
+            await self._reader.close()
         await self.engine.dispose()
 
     @property
@@ -263,6 +270,8 @@ class Store:
 
     async def fetch(self, statement: sa.Executable) -> list[sa.RowMapping]:
         """The rows a query gives."""
+        if self._reader is not None:
+            return await self._reader.fetch(statement)
         async with self.engine.connect() as connection:
             return list((await connection.execute(statement)).mappings())
 
@@ -467,13 +476,3 @@ async def _rows(
 
 def _changed_rows(before: dict[Any, R], after: dict[Any, R]) -> list[R]:
     return [row for key, row in after.items() if before.get(key) is not row]
-
-
-def _sqlite_pragmas(connection: Any, _: object) -> None:
-    cursor = connection.cursor()
-    # Readers do not wait for the writer; a crash of the machine may lose the last commits, which
-    # are then projected again from the stream.
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.execute("PRAGMA busy_timeout=15000")
-    cursor.close()

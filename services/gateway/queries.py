@@ -77,6 +77,11 @@ def _is_like(column: sa.ColumnElement[str], pattern: str) -> sa.ColumnElement[bo
     return column.like(escaped, escape="\\")
 
 
+def _is_of_team(team: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    """Return the conditions that a run is of a team itself, and that it is of a part of the team."""
+    return _is_like(RUNS.c.team, team), _is_like(RUNS.c.team, f"{team}/*")
+
+
 class NotFound(Exception):
     """Nothing is known under this name."""
 
@@ -104,7 +109,7 @@ class RunFilter:
         exact = {name: getattr(self, name) for name in ("user", "model", "kind", "evaluates")}
         found = [_is_like(RUNS.c[column], value) for column, value in exact.items() if value and column != without]
         if self.team and without != "team":
-            found.append(sa.or_(_is_like(RUNS.c.team, self.team), _is_like(RUNS.c.team, f"{self.team}/*")))
+            found.append(sa.or_(*_is_of_team(self.team)))
         if self.states and without != "state":
             found.append(RUNS.c.state.in_(self.states))
         if self.since_s is not None:
@@ -128,18 +133,25 @@ AWAITING = "awaiting_"
 async def list_runs(store: Store, wanted: RunFilter, *, limit: int, cursor: str | None) -> views.RunPage:
     """Runs, newest first."""
     # The ids come from an index alone; only the rows of one page are read whole.
-    ids = _find_ids(wanted, limit + 1, NEWEST_RUNS.conditions(cursor))
+    ids = ids_query(wanted, limit + 1, NEWEST_RUNS.conditions(cursor))
     found = await store.fetch(RUNS_AND_PROGRESS.where(RUNS.c.run_id.in_(ids)).order_by(*NEWEST_RUNS.clauses()))
     rows, next_cursor = NEWEST_RUNS.cut(found, limit)
     return views.RunPage(runs=[summarize(row) for row in rows], next_cursor=next_cursor)
 
 
-def _find_ids(wanted: RunFilter, limit: int, later: list[sa.ColumnElement[bool]]) -> sa.Select[Any]:
-    """Return the query for the ids of the newest runs. Several states are one search each: an index has them apart."""
+def ids_query(wanted: RunFilter, limit: int, later: list[sa.ColumnElement[bool]]) -> sa.Select[Any]:
+    """Return the query for the ids of the newest runs.
+
+    Several states, or a team and its parts, are one search each: an index has the newest of each, but not of several.
+    """
     parts = [replace(wanted, states=(state,)) for state in wanted.states] if len(wanted.states) > 1 else [wanted]
+    searched = [part.conditions() for part in parts]
+    if wanted.team and ANYTHING not in wanted.team:
+        searched = [[*part.conditions(without="team"), team] for part in parts for team in _is_of_team(wanted.team)]
     key = sa.select(RUNS.c.requested_at, RUNS.c.run_id)
     searches = [
-        key.where(*part.conditions(), *later).order_by(*NEWEST_RUNS.clauses()).limit(limit).subquery() for part in parts
+        key.where(*conditions, *later).order_by(*NEWEST_RUNS.clauses()).limit(limit).subquery()
+        for conditions in searched
     ]
     found = sa.union_all(*(sa.select(each) for each in searches)).subquery()
     newest_first = found.c.requested_at.desc(), found.c.run_id.desc()

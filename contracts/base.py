@@ -183,3 +183,9 @@ class Fact(Event):
     def event_id(self) -> str:
         """Deterministic id: the same fact published twice has the same id, so it is stored once."""
         return "/".join(filter(None, (self.aggregate, self.aggregate_id, self.fact, self.occurrence)))
+
+
+class FactPart(BaseModel):
+    """A value inside a fact: frozen, and lenient as facts are."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings", defer_build=True)

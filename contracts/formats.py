@@ -1,10 +1,18 @@
-"""Numbers as sentences and tables have them."""
+"""Numbers and reasons as sentences and tables have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
+
+#: The reasons of requests that gave none: a sentence does not repeat them.
+DEFAULT_REASONS = frozenset(
+    {
+        *("cancelled by request", "drained by request", "undrained by request", "pinned by request"),
+        *("promoted by request", "configured by request", "staged by request", "adopted by request"),
+    }
+)
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
@@ -41,3 +49,8 @@ def format_duration(seconds: float) -> str:
 def format_time(moment: datetime) -> str:
     """Return a time to the second: ``2026-01-31 12:00:00 UTC``."""
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def format_reason(reason: str) -> str:
+    """Return a reason as the end of a sentence, '' for one that says nothing."""
+    return f": {reason}" if reason and reason not in DEFAULT_REASONS else ""

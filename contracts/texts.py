@@ -11,19 +11,12 @@ from typing import Any
 
 from contracts.base import Event
 from contracts.events import capacity, checkpoint, dataset, model, node, request, run, study
-from contracts.formats import format_bytes, format_metrics, format_time, plural
+from contracts.formats import format_bytes, format_metrics, format_reason, format_time, plural
 from contracts.problems import join_problems
 
 #: Metrics, and ranks or nodes, that a sentence names.
 MAX_NAMED_METRICS = 4
 MAX_NAMED = 5
-#: The reasons of requests that gave none: a sentence does not repeat them.
-DEFAULT_REASONS = frozenset(
-    {
-        *("cancelled by request", "drained by request", "undrained by request", "pinned by request"),
-        *("promoted by request", "configured by request", "staged by request", "adopted by request"),
-    }
-)
 #: Facts that come with every checkpoint: who follows a run does not see them.
 ROUTINE_FACTS: tuple[type[Event], ...] = (checkpoint.CheckpointStaged, checkpoint.CheckpointDeleted)
 #: What follows once a rank has stalled, by ``on_stall``.
@@ -69,11 +62,6 @@ def format_members(members: Iterable[run.Member]) -> str:
     if len(members) == 1:
         return f" of {members[0].node_id}"
     return ": " + ", ".join(f"{each.node_id} ({len(each.slots)})" for each in members)
-
-
-def format_reason(reason: str) -> str:
-    """Return a reason as the end of a sentence, '' for one that says nothing."""
-    return f": {reason}" if reason and reason not in DEFAULT_REASONS else ""
 
 
 def name_checkpoint(ref: run.CheckpointRef | checkpoint.CheckpointStaged) -> str:

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from contracts.base import ObjectUri, Sha256, Token
-from contracts.events.run import CheckpointRef, FactPart, GenerationFact, RunFact
+from contracts.base import FactPart, ObjectUri, Sha256, Token
+from contracts.checkpoint_ref import CheckpointRef
+from contracts.events.run import GenerationFact, RunFact
 
 
 class Chunk(FactPart):

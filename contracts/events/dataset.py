@@ -11,8 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from contracts import subjects
-from contracts.base import Fact, Instant, ObjectUri, Sha256, Token
-from contracts.events.run import FactPart
+from contracts.base import Fact, FactPart, Instant, ObjectUri, Sha256, Token
 from contracts.lenient import Lenient
 from contracts.spec.data import DataSource
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from contracts import subjects
-from contracts.base import Fact, Instant, ObjectUri, Sha256, Token
+from contracts.base import Fact, FactPart, Instant, ObjectUri, Sha256, Token
+from contracts.checkpoint_ref import CheckpointRef as CheckpointRef
 from contracts.problems import FieldProblem
 from contracts.spec.run import RunSpec
-
-
-class FactPart(BaseModel):
-    """A value inside a fact: frozen, and lenient as facts are."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings", defer_build=True)
 
 
 class RunFact(Fact, aggregate="run", id_field="run_id"):
@@ -27,19 +22,6 @@ class GenerationFact(RunFact, occurrence="generation"):
     """A fact of one placement. What an older generation says is ignored everywhere."""
 
     generation: int = Field(ge=1)
-
-
-class CheckpointRef(FactPart):
-    """A committed checkpoint: enough to resume from."""
-
-    uri: ObjectUri
-    step: int
-    epoch: int
-    samples_consumed: int
-    #: Of the manifest's bytes. Who resumes refuses any others.
-    manifest_sha256: Sha256 | None = None
-    #: The script has reported no step: ``step`` counts its checkpoints.
-    step_is_count: bool = False
 
 
 class Member(FactPart):

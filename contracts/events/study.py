@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from contracts.base import Fact, ObjectUri, Token
-from contracts.events.run import FactPart
+from contracts.base import Fact, FactPart, ObjectUri, Token
 from contracts.problems import FieldProblem
 from contracts.spec.study import StudySpec
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointRepaired, CheckpointRotten
 from contracts.events.run import (
-    TERMINAL,
     GenerationFact,
     RunAccepted,
     RunCancelled,
@@ -41,26 +40,9 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
+from contracts.run_states import HOLDING_STATES, TERMINAL_STATES
 from contracts.texts import held_up_text
 
-STATES = (
-    "requested",
-    "accepted",
-    "preparing",
-    "queued",
-    "placed",
-    "running",
-    "stopping",
-    "cancelling",
-    "completed",
-    "failed",
-    "cancelled",
-    "rejected",
-)
-#: After these nothing more happens to the run itself; what follows is about its result.
-TERMINAL_STATES = frozenset(fact.fact for fact in TERMINAL)
-#: In these a run may hold slots.
-HOLDING_STATES = frozenset({"placed", "running", "stopping", "cancelling"})
 #: Facts about what a run left behind: they count in every state.
 ABOUT_RESULTS = (
     RunTracked,

@@ -35,7 +35,8 @@ from trainbus.client.address import StackAddress, find_data_dir
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.client.runs import apply_progress, read_run
+from trainbus.client.run_list import read_run
+from trainbus.client.runs import apply_progress
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import upload_package
 from trainbus.client.views import RunView

@@ -28,7 +28,7 @@ from contracts.events.train import (
     TuneRequested,
     UndrainRequested,
 )
-from contracts.state.run import STATES, TERMINAL_STATES
+from contracts.run_states import STATES, TERMINAL_STATES
 from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
 from services.gateway.bodies import body_of, describe_bodies, read_json_body
 from services.gateway.checkpoint_routes import checkpoint_routes

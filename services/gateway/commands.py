@@ -14,8 +14,8 @@ from contracts.base import Request, request_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
 from contracts.problems import FieldProblem
+from contracts.run_states import TERMINAL_STATES
 from contracts.scheduling import Policy
-from contracts.state.run import TERMINAL_STATES
 from contracts.texts import explain_request
 from services.gateway.core.fold import request_hash
 from services.gateway.queries import Row

@@ -11,8 +11,8 @@ import structlog
 from nats.js.errors import Error as JetStreamError
 
 from contracts import topology
+from contracts.run_states import STATES
 from contracts.state.node import SEVERITY
-from contracts.state.run import STATES
 from services.gateway import metrics, queries
 from services.gateway.store import Store
 from services.kit.backlog import count_unhandled

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 import structlog
 
 from contracts.pace import TrainingPace
+from contracts.run_states import HOLDING_STATES
 from contracts.state.node import GONE_STATES, drain_in_force
-from contracts.state.run import HOLDING_STATES
 from services.gateway import checkpoint_queries, views
 from services.gateway.core.rows import Ingestion, Node, Run
 from services.gateway.pages import Order

@@ -13,8 +13,8 @@ from contracts.base import TOKEN_PATTERN
 from contracts.events.capacity import PolicyOrigin
 from contracts.main_metric import choose_main_metric
 from contracts.problems import FieldProblem
+from contracts.run_states import TERMINAL_STATES
 from contracts.state.node import NodeDrain
-from contracts.state.run import TERMINAL_STATES
 from services.gateway.core import rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -262,6 +263,26 @@ async def commit(bus: Bus, *steps: tuple[int, int, float]) -> None:
         metrics = {"validation/loss": loss}
         fact = CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref, size_bytes=1, metrics=metrics)
         await bus.publish(fact)
+
+
+@pytest.mark.parametrize("words", [["ps"], ["nodes"], ["show", "digits"], ["why", "digits"]], ids=" ".join)
+async def test_a_question_imports_no_events(address: StackAddress, bus: Bus, words: list[str]) -> None:
+    """All of them take longer to import than the gateway to answer."""
+    await accept(bus)
+    await commit(bus, (10, 1, 0.4))
+    for fact in supported(RunCompleted(run_id=RUN, generation=1)):
+        await bus.publish(fact)
+    await bus.publish(NodeJoined(node_id="a", incarnation="i", address="h", slots=1, lease_ttl_s=3))
+    script = "import sys; from trainbus.commands.main import app; app(sys.argv[1:], standalone_mode=False)"
+    listing = "print([name for name in sys.modules if name.startswith('contracts.events')])"
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", f"{script}; {listing}", *words],
+        env={**os.environ, "TRAINBUS_GATEWAY_URL": str(address.gateway_url)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
 async def test_best_and_last_name_a_checkpoint(client: AsyncClient, bus: Bus) -> None:

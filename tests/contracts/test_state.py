@@ -14,6 +14,7 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUndrained
 from contracts.events.run import (
+    TERMINAL,
     CheckpointRef,
     Member,
     RunAccepted,
@@ -31,6 +32,7 @@ from contracts.events.run import (
     RunStopping,
     RunWaiting,
 )
+from contracts.run_states import HOLDING_STATES, STATES, TERMINAL_STATES
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.model import champion_of, rollback_target
@@ -259,6 +261,11 @@ def test_a_fact_of_an_old_generation_does_not_count(fact: Fact) -> None:
     run = life_of(*LIVING, RunQueued(run_id=RUN, next_generation=2), placed(2))
     assert change_run(run, fact) is None
     assert reduce_run(run, fact) is run
+
+
+def test_the_states_after_which_a_run_is_over_are_those_of_its_terminal_facts() -> None:
+    assert {fact.fact for fact in TERMINAL} == TERMINAL_STATES
+    assert set(STATES) > TERMINAL_STATES | HOLDING_STATES
 
 
 def test_runs_are_folded_by_their_ids() -> None:

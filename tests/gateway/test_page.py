@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.state.run import HOLDING_STATES, STATES, TERMINAL_STATES
+from contracts.run_states import HOLDING_STATES, STATES, TERMINAL_STATES
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 
 SCRIPT = "".join(re.findall(r"<script>(.*?)</script>", PAGE, re.DOTALL))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.best_checkpoint import RankingMetric, find_best, find_ranking_metric, ranking_metrics
 from contracts.events import checkpoint
 from contracts.events.model import ModelPromoted
@@ -200,7 +200,7 @@ async def read_ranking(
 
 async def read_spec(connection: Connection, run_id: str) -> RunSpec | None:
     """Return what a run was accepted as; None before that."""
-    accepted = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunAccepted.fact))
+    accepted = await connection.read_last(streams.FACTS, subjects.fact("run", run_id, RunAccepted.fact))
     return None if accepted is None else accepted.event.spec
 
 
@@ -272,7 +272,7 @@ async def request_repair(
     Raises:
         TrainbusError: some are not repaired in time.
     """
-    start = await connection.last_sequence(topology.FACTS) + 1
+    start = await connection.last_sequence(streams.FACTS) + 1
     for run_id in sorted(runs):
         await connection.publish_request(ScrubRequested(run_id=run_id, repair=True))
     repaired = subjects.fact("run", subjects.WILDCARD, checkpoint.CheckpointRepaired.fact)
@@ -302,7 +302,7 @@ async def pin_checkpoint(
         raise UsageError(f"{target!r}: give RUN@STEP, RUN@best or RUN@last, as in demo@200")
     stored = await find_checkpoint(connection, target)
     run_id, step = stored.commit.run_id, stored.step
-    start = await connection.last_sequence(topology.FACTS) + 1
+    start = await connection.last_sequence(streams.FACTS) + 1
     request = PinRequested(run_id=run_id, step=step, pinned=pinned, reason=reason)
     request_id = (await connection.publish_request(request)).event_id
     subject = subjects.fact("run", run_id, checkpoint.CheckpointPinned.fact)

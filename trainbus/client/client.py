@@ -22,31 +22,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, Unpack
 
-from contracts import subjects, topology
-from contracts.events.capacity import PolicyAdopted
-from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, UndrainRequested
-from contracts.scheduling import Policy
-from contracts.texts import describe
-from trainbus.client import checkpoints, explanation, policy, run_list, runs
+from contracts import streams, subjects
+from trainbus.client import run_list
 from trainbus.client.address import StackAddress, locate_stack
-from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.connection import Connection, connect
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
-from trainbus.client.explanation import Explanation
-from trainbus.client.policy import AdoptedPolicy
 from trainbus.client.run_filter import RunFilter
-from trainbus.client.runs import MetricPoint
-from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView
 
+# What reads or publishes events is imported where it is used: the questions that are asked most need none of it.
 if TYPE_CHECKING:
+    from contracts.events.capacity import PolicyAdopted
+    from contracts.events.train import DrainRequested, UndrainRequested
+    from contracts.scheduling import Policy
+    from trainbus.client.checkpoints import StoredCheckpoint
     from trainbus.client.comparison import Comparison
+    from trainbus.client.explanation import Explanation
     from trainbus.client.lake import ObjectList
     from trainbus.client.lake_transfer import PutResult
     from trainbus.client.model_folder import FetchedModel
+    from trainbus.client.policy import AdoptedPolicy
     from trainbus.client.resumption import ResumedRun
     from trainbus.client.run_files import FetchedCheckpoint
+    from trainbus.client.runs import MetricPoint
+    from trainbus.client.stored_event import StoredEvent
     from trainbus.client.submission import SubmittedRun
     from trainbus.datasets.history import DatasetRecord
 
@@ -117,6 +117,7 @@ class AsyncClient:
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
         """
+        from trainbus.client import checkpoints
         from trainbus.client.package import pack_project
         from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
         from trainbus.client.submission_check import check_submission
@@ -147,7 +148,7 @@ class AsyncClient:
 
     async def run(self, run: RunRef) -> RunView:
         """Return one run as it stands, with its timeline."""
-        return await runs.read_run(self.connection, await self.find_run(run))
+        return await run_list.read_run(self.connection, await self.find_run(run))
 
     async def wait(self, run: RunRef, *, timeout_s: float | None = None, check: bool = True) -> RunView:
         """Wait until a run has ended and, where an evaluation is due, its verdict is out; return its last state.
@@ -156,17 +157,21 @@ class AsyncClient:
             RunFailedError: it did not complete, and ``check`` is set.
             TimeoutError: it has not ended after ``timeout_s`` seconds.
         """
+        from trainbus.client import runs
+
         run_id = await self.find_run(run)
         async with asyncio.timeout(timeout_s):
             async for _ in runs.follow_run(self.connection, run_id):
                 pass
-            view = await runs.read_run(self.connection, run_id)
+            view = await run_list.read_run(self.connection, run_id)
         if check and view.state != "completed":
             raise RunFailedError(run_id, view.state, view.reason)
         return view
 
     async def why(self, run: RunRef) -> Explanation:
         """Return why a run is in its state."""
+        from trainbus.client import explanation
+
         return await explanation.explain_run(self.connection, await self.find_run(run))
 
     async def cancel(self, run: RunRef, reason: str = "cancelled by request") -> str | None:
@@ -177,10 +182,14 @@ class AsyncClient:
         Raises:
             UsageError: it has ended already.
         """
+        from contracts.events.train import CancelRequested
+        from contracts.texts import describe
+        from trainbus.client import runs
+
         run_id = await self.find_run(run)
         if (end := await runs.read_end(self.connection, run_id)) is not None:
             raise UsageError(f"run {run_id} has ended already: {describe(end)}")
-        start = await self.connection.last_sequence(topology.FACTS) + 1
+        start = await self.connection.last_sequence(streams.FACTS) + 1
         await self.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
         return await self._wait_for_answer(start, subjects.run(run_id), "cancelled", "cancelling", "stopping")
 
@@ -196,14 +205,18 @@ class AsyncClient:
             UsageError: the checkpoint is named twice, or not at all.
             NotFoundError: the run has no such checkpoint.
         """
+        from contracts.events.train import RestoreRequested
+
         run_id, step = await self._find_restorable(run, step, epoch)
-        start = await self.connection.last_sequence(topology.FACTS) + 1
+        start = await self.connection.last_sequence(streams.FACTS) + 1
         restored = (await self.connection.publish_request(RestoreRequested(run_id=run_id, step=step))).run_id
         assert restored is not None
         return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
 
     async def _find_restorable(self, run: RunRef, step: int | None, epoch: int | None) -> tuple[str, int]:
         """Return a run and the step of its checkpoint."""
+        from trainbus.client import checkpoints
+
         name = checkpoints.CheckpointName.parse(run) if isinstance(run, str) else None
         if (step is not None) + (epoch is not None) + bool(name and name.mark) != 1:
             raise UsageError("name one checkpoint: RUN@best, RUN@last or RUN@STEP, or a step, or an epoch")
@@ -236,6 +249,7 @@ class AsyncClient:
             UsageError: nothing would be left to train; nothing was sent.
             NotFoundError: the run has no such checkpoint.
         """
+        from trainbus.client import checkpoints
         from trainbus.client.resumption import ResumedRun, describe_changes, plan_resumption
 
         checkpoints.CheckpointName.parse(f"run@{start}")
@@ -253,7 +267,7 @@ class AsyncClient:
             params=params,
             name=name,
         )
-        first = await self.connection.last_sequence(topology.FACTS) + 1
+        first = await self.connection.last_sequence(streams.FACTS) + 1
         resumed = (await self.connection.publish_request(request)).run_id
         assert resumed is not None
         answer = await self._wait_for_answer(first, subjects.run(resumed), "accepted", "rejected")
@@ -275,9 +289,9 @@ class AsyncClient:
         if run is not None:
             filters = (subjects.run(await self.find_run(run)),)
         elif start_sequence is None:
-            start_sequence = max(1, await self.connection.last_sequence(topology.FACTS) - tail + 1)
+            start_sequence = max(1, await self.connection.last_sequence(streams.FACTS) - tail + 1)
         async for batch in self.connection.follow(
-            topology.FACTS, *filters, start_sequence=start_sequence or 1, until_caught_up=not follow
+            streams.FACTS, *filters, start_sequence=start_sequence or 1, until_caught_up=not follow
         ):
             for message in batch:
                 yield message
@@ -296,6 +310,8 @@ class AsyncClient:
 
         ``rank``, ``since`` and ``pattern`` (a regular expression) select lines; ``tail`` the last of those there are.
         """
+        from trainbus.client import runs
+
         run_id = await self.find_run(run)
         choice = runs.OutputChoice(rank, tail, since, pattern)
         if follow:
@@ -307,6 +323,8 @@ class AsyncClient:
 
     async def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
         """Return metric name -> points (step, value, time) in the order of their steps."""
+        from trainbus.client import runs
+
         return await runs.read_metrics(self.connection, await self.find_run(run))
 
     async def compare(self, runs: Sequence[RunRef], metrics: Sequence[str] = ()) -> Comparison:
@@ -318,6 +336,7 @@ class AsyncClient:
         Raises:
             UsageError: fewer than two runs are named.
         """
+        from trainbus.client import checkpoints
         from trainbus.client.comparison import RunResult, compare_runs
 
         if len(runs) < 2:
@@ -338,6 +357,8 @@ class AsyncClient:
 
     async def checkpoints(self, run: RunRef) -> list[StoredCheckpoint]:
         """Return a run's committed checkpoints in the order of their steps, without those that were deleted."""
+        from trainbus.client import checkpoints
+
         return await checkpoints.list_checkpoints(self.connection, await self.find_run(run))
 
     async def fetch(
@@ -353,9 +374,10 @@ class AsyncClient:
             NotFoundError: there is no such checkpoint.
             TrainbusError: a file is missing, or is not what was committed.
         """
+        from trainbus.client import checkpoints
         from trainbus.client.run_files import fetch_checkpoint
 
-        if not isinstance(target, StoredCheckpoint):
+        if not isinstance(target, checkpoints.StoredCheckpoint):
             target = await checkpoints.find_checkpoint(
                 self.connection, target if isinstance(target, str) else target.run_id
             )
@@ -431,6 +453,8 @@ class AsyncClient:
         Raises:
             NotFoundError: there is no such node.
         """
+        from contracts.events.train import DrainRequested
+
         return await self._change_drain(DrainRequested(node_id=node_id, reason=reason, user=user), "draining")
 
     async def undrain(
@@ -441,6 +465,8 @@ class AsyncClient:
         Raises:
             NotFoundError: there is no such node.
         """
+        from contracts.events.train import UndrainRequested
+
         return await self._change_drain(UndrainRequested(node_id=node_id, reason=reason, user=user), "undrained")
 
     async def policy(self, digest: str = "") -> AdoptedPolicy:
@@ -449,6 +475,8 @@ class AsyncClient:
         Raises:
             NotFoundError: no policy of this digest was ever in force.
         """
+        from trainbus.client import policy
+
         return await policy.read_policy(self.connection, digest)
 
     async def diff_policy(self, candidate: Policy) -> dict[str, Any]:
@@ -457,6 +485,8 @@ class AsyncClient:
         Raises:
             UsageError: this version of the scheduler does not take the policy.
         """
+        from trainbus.client import policy
+
         return await policy.diff_policy(self.connection, candidate)
 
     async def apply_policy(
@@ -467,17 +497,22 @@ class AsyncClient:
         Raises:
             TrainbusError: it is refused, since another policy is in force by now; or no scheduler answers.
         """
+        from trainbus.client import policy
+
         return await policy.apply_policy(self.connection, candidate, reason, user=user, replaces=replaces)
 
     async def _change_drain(self, request: DrainRequested | UndrainRequested, answer: str) -> str | None:
         node_id, known = request.node_id, [each.node_id for each in await self.nodes()]
         if node_id not in known:
             raise NotFoundError(f"there is no node {node_id!r}; there are {', '.join(sorted(known)) or 'none'}")
-        start = await self.connection.last_sequence(topology.FACTS) + 1
+        start = await self.connection.last_sequence(streams.FACTS) + 1
         await self.connection.publish_request(request)
         return await self._wait_for_answer(start, subjects.fact("node", node_id, answer), answer)
 
     async def _wait_for_answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
+        from contracts.texts import describe
+        from trainbus.client import runs
+
         fact = await runs.wait_for_event(
             self.connection, start_sequence, subject, lambda event: event.fact in facts, ANSWER_TIMEOUT_S
         )

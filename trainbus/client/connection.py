@@ -10,18 +10,17 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from contracts import topology
-from contracts.base import Request
-from contracts.envelope import Envelope, EnvelopeError, parse, read_envelope
+from contracts import streams
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError, UsageError
-from trainbus.client.request_routes import find_route
-from trainbus.client.stored_event import StoredEvent
+
+if TYPE_CHECKING:
+    from contracts.base import Request
+    from trainbus.client.stored_event import StoredEvent
 
 #: Seconds for which a gateway that does not answer is asked again: it may just be restarting.
 PATIENCE_S = 1.5
@@ -127,6 +126,8 @@ class Connection:
 
     async def publish_request(self, event: Request, event_id: str | None = None) -> PublishedRequest:
         """Publish a request and return it once the bus has stored it. The same ``event_id`` is the same request."""
+        from trainbus.client.request_routes import find_route
+
         key = event_id or uuid.uuid4().hex
         if not (key.isascii() and key.isprintable()):
             raise UsageError(f"event id {key!r}: give printable ASCII")
@@ -141,10 +142,14 @@ class Connection:
 
     def _decode_all(self, events: list[dict[str, Any]]) -> list[StoredEvent]:
         """Return the events that this version knows; say once of each type that others are left out."""
+        # Every type of event is among what this imports: a question to the read model needs none.
+        from contracts.envelope import EnvelopeError
+        from trainbus.client.stored_event import StoredEvent
+
         found: list[StoredEvent] = []
         for each in events:
             try:
-                found.append(_decode(each))
+                found.append(StoredEvent.of(each))
             except EnvelopeError as error:
                 if each["type"] not in self._unknown:
                     self._unknown.add(each["type"])
@@ -152,7 +157,7 @@ class Connection:
         return found
 
     async def follow(
-        self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
+        self, stream: streams.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
     ) -> AsyncGenerator[list[StoredEvent], None]:
         """Yield batches of events in order, and an empty batch four times a second while nothing happens.
 
@@ -164,23 +169,23 @@ class Connection:
                 yield batch
 
     async def read(
-        self, *filters: str, stream: topology.Stream = topology.FACTS, start_sequence: int = 1
+        self, *filters: str, stream: streams.Stream = streams.FACTS, start_sequence: int = 1
     ) -> list[StoredEvent]:
         """Return every event that the stream holds now, oldest first."""
         return [each async for batch in self._read(stream, filters, start_sequence - 1) for each in batch]
 
-    async def read_last(self, stream: topology.Stream, subject: str) -> StoredEvent | None:
+    async def read_last(self, stream: streams.Stream, subject: str) -> StoredEvent | None:
         """Return the newest event on one subject, None if there is none."""
         part = await self._get_range(stream, (subject,), 0, tail=1)
         found = self._decode_all(part["events"])
         return found[-1] if found else None
 
-    async def last_sequence(self, stream: topology.Stream) -> int:
+    async def last_sequence(self, stream: streams.Stream) -> int:
         """Return the sequence number of the newest message of a stream."""
         return int((await self._get_range(stream, (), 0, tail=0))["last_event_id"])
 
     async def _get_range(
-        self, stream: topology.Stream, filters: tuple[str, ...], after: int, **more: Any
+        self, stream: streams.Stream, filters: tuple[str, ...], after: int, **more: Any
     ) -> dict[str, Any]:
         params = {**_params(stream, filters), "follow": False, "limit": PAGE, **more}
         answer = await self.call("GET", "/events", params=params, headers={"Last-Event-ID": str(after)})
@@ -188,7 +193,7 @@ class Connection:
         return answer
 
     async def _read(
-        self, stream: topology.Stream, filters: tuple[str, ...], after: int
+        self, stream: streams.Stream, filters: tuple[str, ...], after: int
     ) -> AsyncGenerator[list[StoredEvent], None]:
         while True:
             part = await self._get_range(stream, filters, after)
@@ -198,7 +203,7 @@ class Connection:
                 return
 
     async def _follow(
-        self, stream: topology.Stream, filters: tuple[str, ...], after: int
+        self, stream: streams.Stream, filters: tuple[str, ...], after: int
     ) -> AsyncGenerator[list[StoredEvent], None]:
         arrived: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=2 * BATCH)
         pump = asyncio.create_task(self._pump(stream, filters, after, arrived))
@@ -220,7 +225,7 @@ class Connection:
 
     async def _pump(
         self,
-        stream: topology.Stream,
+        stream: streams.Stream,
         filters: tuple[str, ...],
         after: int,
         arrived: asyncio.Queue[dict[str, Any]],
@@ -277,7 +282,7 @@ async def connect(address: StackAddress, report: Callable[[str], None] = print_s
         yield connection
 
 
-def _params(stream: topology.Stream, filters: tuple[str, ...]) -> dict[str, Any]:
+def _params(stream: streams.Stream, filters: tuple[str, ...]) -> dict[str, Any]:
     return {"stream": stream.name.lower(), "subject": list(filters)}
 
 
@@ -348,22 +353,3 @@ def describe_absence(url: httpx.URL, error: Exception) -> str:
         f"the gateway at {str(url).rstrip('/')} does not answer ({reason}): is the stack up? "
         "`trainbus doctor` shows what is wrong"
     )
-
-
-def _decode(found: dict[str, Any]) -> StoredEvent:
-    """Return an event as it was on the bus.
-
-    Raises:
-        EnvelopeError: it is none that this version knows.
-    """
-    envelope = Envelope(
-        id=found["id"],
-        source=found["source"],
-        type=found["type"],
-        time=datetime.fromisoformat(found["time"]),
-        subject=found["subject"],
-        correlation_id=found["correlationid"],
-        causation_id=found["causationid"],
-    )
-    event = parse(envelope, found["data"])
-    return StoredEvent(found["sequence"], found["natssubject"], read_envelope(envelope, event), event)

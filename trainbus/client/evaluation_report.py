@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.events.run import Artifact, RunEvaluated, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.texts import describe
 from trainbus.client.address import StackAddress
@@ -39,7 +39,7 @@ async def read_report(connection: Connection, address: StackAddress, run_id: str
         NotFoundError: the run is not evaluated, or its report is gone from the store.
         TrainbusError: the report is not what the evaluation wrote.
     """
-    stored = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, RunEvaluated.fact))
+    stored = await connection.read_last(streams.FACTS, subjects.fact("run", run_id, RunEvaluated.fact))
     results = await connection.read(*(subjects.fact("run", run_id, event.fact) for event in RESULTS))
     result = describe(results[-1].event) if results else ""
     if stored is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contracts.formats import plural
-from contracts.texts import DEFAULT_REASONS, format_reason
+from contracts.formats import DEFAULT_REASONS, format_reason, plural
 from trainbus.client.connection import Connection
-from trainbus.client.runs import read_run
+from trainbus.client.run_list import read_run
 from trainbus.client.views import RunView
 
 #: What the scheduler's answer about a waiting run holds besides the sentence.

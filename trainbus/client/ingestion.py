@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
 from contracts.verification import DamagedFile
@@ -80,7 +80,7 @@ async def request_ingestion(connection: Connection, request: IngestRequested) ->
 
 async def read_progress(connection: Connection, ingestion_id: str = subjects.WILDCARD) -> list[DatasetProgress]:
     """Return the newest progress of one ingestion or of each, without what is out of date."""
-    messages = await connection.read(subjects.dataset_progress(ingestion_id), stream=topology.PROGRESS)
+    messages = await connection.read(subjects.dataset_progress(ingestion_id), stream=streams.PROGRESS)
     newest: dict[str, DatasetProgress] = {each.event.ingestion_id: each.event for each in messages}
     return [event for event in newest.values() if time.time() - event.time < MAX_PROGRESS_AGE_S]
 
@@ -95,7 +95,7 @@ async def follow_ingestion(
     """
     ingested = False
     while True:
-        fact = await connection.read_last(topology.FACTS, subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
+        fact = await connection.read_last(streams.FACTS, subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
         match fact.event if fact is not None else None:
             case DatasetIngestFailed(reason=reason) | DatasetShardFailed(reason=reason):
                 raise TrainbusError(f"{ingestion_id} failed: {reason}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.best_checkpoint import find_ranking_metric
 from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import Artifact, RunCompleted, RunExited
@@ -142,7 +142,7 @@ async def _read_artifacts(connection: Connection, run_id: str) -> tuple[Artifact
     """Return the artifacts of a run's end: of the run as a whole where it completed, else of its last exit."""
     for fact in (RunCompleted, RunExited):
         subject = subjects.fact("run", run_id, fact.fact)
-        if (last := await connection.read_last(topology.FACTS, subject)) is not None:
+        if (last := await connection.read_last(streams.FACTS, subject)) is not None:
             found: tuple[Artifact, ...] = last.event.artifacts
             return found
     return ()

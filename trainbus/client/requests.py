@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from contracts import topology
+from contracts import streams
 from contracts.base import Request
 from trainbus.client.connection import Connection, PublishedRequest
 from trainbus.client.errors import TrainbusError
@@ -21,7 +21,7 @@ async def publish_and_wait(connection: Connection, request: Request, answers: st
     Raises:
         TrainbusError: the service refused it, or does not answer.
     """
-    start = await connection.last_sequence(topology.FACTS) + 1
+    start = await connection.last_sequence(streams.FACTS) + 1
     published = await connection.publish_request(request)
     waiting = [
         asyncio.ensure_future(_find_fact(connection, start, answers, published.event_id)),
@@ -45,7 +45,7 @@ async def publish_and_wait(connection: Connection, request: Request, answers: st
 
 
 async def _find_fact(connection: Connection, start: int, subject: str, event_id: str) -> Any:
-    async for batch in connection.follow(topology.FACTS, subject, start_sequence=start):
+    async for batch in connection.follow(streams.FACTS, subject, start_sequence=start):
         for message in batch:
             if message.envelope.causation_id == event_id:
                 return message.event
@@ -55,7 +55,7 @@ async def _find_fact(connection: Connection, start: int, subject: str, event_id:
 async def find_refusal(connection: Connection, start: int, published: PublishedRequest) -> str:
     """Wait until a request of this client is refused; return why."""
     assert published.refusal is not None
-    async for batch in connection.follow(topology.FACTS, published.refusal, start_sequence=start):
+    async for batch in connection.follow(streams.FACTS, published.refusal, start_sequence=start):
         for message in batch:
             return str(message.event.reason)
     raise AssertionError("following a stream does not end")

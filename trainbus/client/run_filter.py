@@ -7,7 +7,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
-from contracts.state.run import STATES
+from contracts.run_states import STATES
 from trainbus.client.errors import UsageError
 from trainbus.client.views import RunView
 

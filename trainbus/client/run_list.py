@@ -7,12 +7,9 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from contracts.events.checkpoint import CheckpointStaged
-from contracts.events.run import CheckpointRef
+from contracts.checkpoint_ref import CheckpointRef
 from contracts.problems import FieldProblem, join_problems
-from contracts.spec.run import RunSpec
-from contracts.state.node import NodeDrain
-from contracts.state.run import STATES, TERMINAL_STATES
+from contracts.run_states import STATES, TERMINAL_STATES
 from trainbus.client.connection import PAGE_ITEMS, Connection
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
@@ -21,6 +18,8 @@ from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
 MAX_ENDED_RUNS = 20
 #: The newest facts of a run that a timeline has.
 MAX_TIMELINE = 1000
+#: Comes from every node before a checkpoint is committed: a timeline has the commit alone.
+ROUTINE_FACT = "checkpoint_staged"
 LIVE_STATES = [state for state in STATES if state not in TERMINAL_STATES]
 ENDED_STATES = [state for state in STATES if state in TERMINAL_STATES]
 
@@ -89,6 +88,14 @@ async def read_detail(connection: Connection, name: str) -> dict[str, Any]:
     return found
 
 
+async def read_run(connection: Connection, run_id: str, timeline: int = MAX_TIMELINE) -> RunView:
+    """Return one run as it stands, with its newest facts and its training's position."""
+    view = read_view(await connection.get(f"/training-runs/{run_id}", {"fresh": True, "timeline": timeline}))
+    if view.state == "requested":
+        view.reason = await explain_requested(connection, run_id)
+    return view
+
+
 async def explain_requested(connection: Connection, run_id: str) -> str:
     """Return why a run is not accepted yet."""
     return str((await connection.get(f"/training-runs/{run_id}/why"))["message"])
@@ -134,6 +141,8 @@ def read_view(found: Mapping[str, Any]) -> RunView:
     if found["problems"]:
         view.reason = join_problems(map(FieldProblem.model_validate, found["problems"]))
     if found["spec"] is not None:
+        from contracts.spec.run import RunSpec
+
         view.spec = RunSpec.model_validate(found["spec"])
         view.logical_ranks = view.spec.training.logical_ranks if view.spec.training else None
     view.sequence = found["sequence"]
@@ -141,7 +150,7 @@ def read_view(found: Mapping[str, Any]) -> RunView:
     view.timeline = [
         TimelineEntry(each["sequence"], datetime.fromisoformat(each["time"]), each["fact"], each["summary"])
         for each in found["timeline"]
-        if each["type"].startswith("trainbus.run.") and each["type"] != CheckpointStaged.type
+        if each["type"].startswith("trainbus.run.") and each["fact"] != ROUTINE_FACT
     ]
     return view
 
@@ -166,7 +175,10 @@ def read_node(found: Mapping[str, Any]) -> NodeView:
     )  # fmt: skip
     view = NodeView(**{name: found[name] for name in taken})
     view.joined_at, view.reason = read_time(found["joined_at"]), found["reason"] or ""
-    view.drain = None if found["drain"] is None else NodeDrain.model_validate(found["drain"])
+    if found["drain"] is not None:
+        from contracts.state.node import NodeDrain
+
+        view.drain = NodeDrain.model_validate(found["drain"])
     view.busy = {each["slot"]: (each["run_id"], each["rank"]) for each in found["busy"]}
     return view
 

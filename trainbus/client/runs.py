@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.events import run
 from contracts.pace import TrainingPace
 from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
-from trainbus.client.run_list import MAX_TIMELINE, explain_requested, read_view
+from trainbus.client.run_list import read_run
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
 
@@ -78,14 +78,6 @@ class MetricPoint(NamedTuple):
     time: datetime
 
 
-async def read_run(connection: Connection, run_id: str, timeline: int = MAX_TIMELINE) -> RunView:
-    """Return one run as it stands, with its newest facts and its training's position."""
-    view = read_view(await connection.get(f"/training-runs/{run_id}", {"fresh": True, "timeline": timeline}))
-    if view.state == "requested":
-        view.reason = await explain_requested(connection, run_id)
-    return view
-
-
 class FollowedRun:
     """A run as it goes on: its view, without a timeline, is read again as facts about it come."""
 
@@ -121,7 +113,7 @@ class FollowedRun:
 async def read_end(connection: Connection, run_id: str) -> Any | None:
     """Return the fact that ended a run, None while it has not ended."""
     for fact in run.TERMINAL:
-        message = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, fact.fact))
+        message = await connection.read_last(streams.FACTS, subjects.fact("run", run_id, fact.fact))
         if message is not None:
             return message.event
     return None
@@ -130,7 +122,7 @@ async def read_end(connection: Connection, run_id: str) -> Any | None:
 async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple[RunView, list[StoredEvent]]]:
     """Yield a run after each batch of its facts, until it has ended and, where one is due, its verdict is out."""
     followed = FollowedRun(connection, run_id)
-    async for batch in connection.follow(topology.FACTS, subjects.run(run_id)):
+    async for batch in connection.follow(streams.FACTS, subjects.run(run_id)):
         await followed.update(batch)
         if batch:
             yield followed.view, batch
@@ -149,15 +141,15 @@ async def follow_output(
     times a second while nothing happens.
     """
     sources = {
-        topology.LOGS: (subjects.log(run_id, subjects.WILDCARD if rank is None else rank),),
-        topology.PROGRESS: (subjects.progress(run_id), subjects.dataset_progress(run_id)),
+        streams.LOGS: (subjects.log(run_id, subjects.WILDCARD if rank is None else rank),),
+        streams.PROGRESS: (subjects.progress(run_id), subjects.dataset_progress(run_id)),
     }
     facts = subjects.run(run_id), subjects.fact("dataset", run_id, subjects.WILDCARD)
     position = dict.fromkeys(sources, 0)
     followed, pace = FollowedRun(connection, run_id), TrainingPace()
 
-    async def apply(stream: topology.Stream, batch: list[StoredEvent]) -> None:
-        if stream is topology.FACTS:
+    async def apply(stream: streams.Stream, batch: list[StoredEvent]) -> None:
+        if stream is streams.FACTS:
             await followed.update(batch)
         for message in batch:
             if isinstance(message.event, run.RunProgress) and message.event.kind == "training":
@@ -165,10 +157,10 @@ async def follow_output(
             if stream in position:
                 position[stream] = message.sequence
 
-    streams = {stream: connection.follow(stream, *filters) for stream, filters in sources.items()}
-    async with aclosing(_merge({topology.FACTS: connection.follow(topology.FACTS, *facts), **streams})) as batches:
+    others = {stream: connection.follow(stream, *filters) for stream, filters in sources.items()}
+    async with aclosing(_merge({streams.FACTS: connection.follow(streams.FACTS, *facts), **others})) as batches:
         async for stream, batch in batches:
-            is_end = stream is topology.FACTS and any(isinstance(message.event, ENDS) for message in batch)
+            is_end = stream is streams.FACTS and any(isinstance(message.event, ENDS) for message in batch)
             # A node publishes all output of its ranks before it reports their end.
             for other, filters in sources.items() if is_end else ():
                 rest = await connection.read(*filters, stream=other, start_sequence=position[other] + 1)
@@ -182,14 +174,14 @@ async def follow_output(
 
 
 async def _merge(
-    sources: Mapping[topology.Stream, AsyncIterator[list[StoredEvent]]],
-) -> AsyncGenerator[tuple[topology.Stream, list[StoredEvent]], None]:
+    sources: Mapping[streams.Stream, AsyncIterator[list[StoredEvent]]],
+) -> AsyncGenerator[tuple[streams.Stream, list[StoredEvent]], None]:
     """Yield the batches of several streams as they come; the empty ones of FACTS alone."""
-    arrived: asyncio.Queue[tuple[topology.Stream, list[StoredEvent]]] = asyncio.Queue(maxsize=10)
+    arrived: asyncio.Queue[tuple[streams.Stream, list[StoredEvent]]] = asyncio.Queue(maxsize=10)
 
-    async def pump(stream: topology.Stream, batches: AsyncIterator[list[StoredEvent]]) -> None:
+    async def pump(stream: streams.Stream, batches: AsyncIterator[list[StoredEvent]]) -> None:
         async for batch in batches:
-            if batch or stream is topology.FACTS:
+            if batch or stream is streams.FACTS:
                 await arrived.put((stream, batch))
 
     pumps = [asyncio.create_task(pump(stream, batches)) for stream, batches in sources.items()]
@@ -210,7 +202,7 @@ async def _merge(
 
 async def read_output(connection: Connection, run_id: str, choice: OutputChoice) -> list[RankLine]:
     """Return the lines of a run's output that are there, in the order of the log."""
-    last = await connection.read_last(topology.LOGS, subjects.log(run_id, choice.subject_rank))
+    last = await connection.read_last(streams.LOGS, subjects.log(run_id, choice.subject_rank))
     return [] if last is None else await _read_lines(connection, run_id, choice, last.sequence)
 
 
@@ -220,7 +212,7 @@ async def _read_lines(connection: Connection, run_id: str, choice: OutputChoice,
     reach = end if choice.tail is None else NEWEST_OUTPUT
     while True:
         start = max(1, end - reach)
-        messages = await connection.read(subject, stream=topology.LOGS, start_sequence=start)
+        messages = await connection.read(subject, stream=streams.LOGS, start_sequence=start)
         lines = [line for message in messages if message.sequence <= end for line in choice.select(message)]
         if start == 1 or (choice.tail is not None and len(lines) >= choice.tail):
             return lines if choice.tail is None else lines[max(0, len(lines) - choice.tail) :]
@@ -230,12 +222,12 @@ async def _read_lines(connection: Connection, run_id: str, choice: OutputChoice,
 async def follow_lines(connection: Connection, run_id: str, choice: OutputChoice) -> AsyncGenerator[RankLine, None]:
     """Yield the lines of a run's output until it has ended and no more come."""
     subject = subjects.log(run_id, choice.subject_rank)
-    last = await connection.read_last(topology.LOGS, subject)
+    last = await connection.read_last(streams.LOGS, subject)
     if last is not None:
         for line in await _read_lines(connection, run_id, choice, last.sequence):
             yield line
     idle, start = 0, 1 if last is None else last.sequence + 1
-    async for batch in connection.follow(topology.LOGS, subject, start_sequence=start):
+    async for batch in connection.follow(streams.LOGS, subject, start_sequence=start):
         for message in batch:
             for line in choice.select(message):
                 yield line
@@ -250,7 +242,7 @@ async def wait_for_event(
     """Return the first fact on a subject that is accepted, from a sequence number on; None if none comes in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            async for batch in connection.follow(topology.FACTS, subject, start_sequence=start_sequence):
+            async for batch in connection.follow(streams.FACTS, subject, start_sequence=start_sequence):
                 for message in batch:
                     if accepts(message.event):
                         return message.event
@@ -275,7 +267,7 @@ async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[Me
     14 days; MLflow keeps them for good.
     """
     newest: dict[tuple[str, int], tuple[int, MetricPoint]] = {}
-    for message in await connection.read(subjects.progress(run_id), stream=topology.PROGRESS):
+    for message in await connection.read(subjects.progress(run_id), stream=streams.PROGRESS):
         event: run.RunProgress = message.event
         if event.kind != "training":
             continue

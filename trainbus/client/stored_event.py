@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
-from contracts.envelope import Envelope
+from contracts.envelope import Envelope, parse, read_envelope
 from contracts.texts import describe
 
 
@@ -18,6 +19,25 @@ class StoredEvent:
     subject: str
     envelope: Envelope
     event: Any
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Self:
+        """Return an event from how the gateway has it.
+
+        Raises:
+            EnvelopeError: it is none that this version knows.
+        """
+        envelope = Envelope(
+            id=found["id"],
+            source=found["source"],
+            type=found["type"],
+            time=datetime.fromisoformat(found["time"]),
+            subject=found["subject"],
+            correlation_id=found["correlationid"],
+            causation_id=found["causationid"],
+        )
+        event = parse(envelope, found["data"])
+        return cls(found["sequence"], found["natssubject"], read_envelope(envelope, event), event)
 
     @property
     def time(self) -> datetime:

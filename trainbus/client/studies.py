@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.events.study import StudyAccepted, StudyFact, StudyRejected
 from contracts.events.train import StopStudyRequested, TrainRequested, TuneRequested
 from contracts.spec.study import Parameter
@@ -177,7 +177,7 @@ def _named(studies: Any, name: str) -> list[Study]:
 
 async def wait_for_answer(connection: Connection, study_id: str) -> StudyAccepted | StudyRejected:
     """Return the service's answer to a request for a study, as soon as it is there."""
-    async for batch in connection.follow(topology.FACTS, subjects.study(study_id)):
+    async for batch in connection.follow(streams.FACTS, subjects.study(study_id)):
         for stored in batch:
             if isinstance(stored.event, StudyAccepted | StudyRejected):
                 return stored.event

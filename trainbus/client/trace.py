@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contracts import subjects, topology
+from contracts import streams, subjects
 from contracts.base import run_id_for
 from contracts.events.run import RunAccepted, RunPrepared
 from contracts.events.train import RestoreRequested, TrainRequested
@@ -57,7 +57,7 @@ async def trace_model(
     )
     async for link in _trace_checkpoint(connection, address, version, advance):
         yield link
-    accepted = await connection.read_last(topology.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
+    accepted = await connection.read_last(streams.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
     if accepted is None:
         yield TraceLink("run", version.run_id, False, "the log has no such run")
         return
@@ -110,7 +110,7 @@ async def _trace_request(connection: Connection, accepted: RunAccepted) -> Trace
     if run_id_for(accepted.request_source, accepted.request_id) != accepted.run_id:
         return TraceLink("request", what, False, "the run's id does not follow from its request")
     wanted = [event.subject_filter() for event in (TrainRequested, RestoreRequested)]
-    async for batch in connection.follow(topology.REQUESTS, *wanted, until_caught_up=True):
+    async for batch in connection.follow(streams.REQUESTS, *wanted, until_caught_up=True):
         for stored in batch:
             if (stored.envelope.source, stored.envelope.id) != (accepted.request_source, accepted.request_id):
                 continue
@@ -142,7 +142,7 @@ async def _trace_code(address: StackAddress, run_id: str, code: Any) -> TraceLin
 
 
 async def _trace_dataset(connection: Connection, version: ModelVersion, advance: Advance) -> AsyncIterator[TraceLink]:
-    prepared = await connection.read_last(topology.FACTS, subjects.fact("run", version.run_id, RunPrepared.fact))
+    prepared = await connection.read_last(streams.FACTS, subjects.fact("run", version.run_id, RunPrepared.fact))
     if prepared is None:
         yield TraceLink("dataset", "none: the run had no data of trainbus", None)
         return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from contracts.events.run import CheckpointRef
-from contracts.spec.run import RunSpec
-from contracts.state.node import NodeDrain
-from contracts.state.run import TERMINAL_STATES
+from contracts.run_states import TERMINAL_STATES
+
+if TYPE_CHECKING:
+    from contracts.checkpoint_ref import CheckpointRef
+    from contracts.spec.run import RunSpec
+    from contracts.state.node import NodeDrain
 
 #: The start of the verdict of a run whose promotion waits for somebody.
 AWAITING = "awaiting"

@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from contracts import exactness, subjects, topology
+from contracts import exactness, streams, subjects
 from contracts.events.train import CancelRequested
-from contracts.state.run import TERMINAL_STATES
+from contracts.run_states import TERMINAL_STATES
 from contracts.texts import describe_milestone
 from services.checkpoint.core import digests
 from trainbus.client.address import StackAddress
@@ -156,7 +156,7 @@ async def _follow_reproduction(connection: Connection, screen: ReproductionScree
     """Follow the second training until the comparison is complete or the run has ended."""
     followed = FollowedRun(connection, screen.view.run_id)
     with screen.open():
-        async for batch in connection.follow(topology.FACTS, subjects.run(screen.view.run_id)):
+        async for batch in connection.follow(streams.FACTS, subjects.run(screen.view.run_id)):
             await followed.update(batch)
             screen.view = followed.view
             for message in batch:

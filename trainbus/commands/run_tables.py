@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
 
-from contracts.events.run import CheckpointRef
-from contracts.formats import format_duration, plural
+from contracts.formats import DEFAULT_REASONS, format_duration, format_reason, plural
 from contracts.main_metric import choose_main_metric
-from contracts.state.node import NodeDrain
-from contracts.texts import DEFAULT_REASONS, format_reason
 from trainbus.client.address import StackAddress
 from trainbus.client.views import NodeView, RunView, TimelineEntry
 from trainbus.commands import render
 from trainbus.commands.render import escape
+
+if TYPE_CHECKING:
+    from contracts.checkpoint_ref import CheckpointRef
+    from contracts.state.node import NodeDrain
 
 #: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130

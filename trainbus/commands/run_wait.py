@@ -6,7 +6,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from contracts.texts import format_reason
+from contracts.formats import format_reason
 from trainbus.client.errors import UsageError
 from trainbus.client.runs import follow_run
 from trainbus.client.views import RunView

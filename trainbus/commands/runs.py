@@ -197,7 +197,7 @@ async def why(
         named = {"run_id": found.run_id, "state": found.state, "why": found.reason, "answered_by": found.answered_by}
         print(render.as_json({**named, **found.details}))
         return
-    from contracts.state.run import TERMINAL_STATES
+    from contracts.run_states import TERMINAL_STATES
     from trainbus.commands.run_tables import print_wait
 
     verb = "" if found.state in TERMINAL_STATES else "is "
@@ -250,7 +250,7 @@ async def logs(
 
     On a terminal its colours stay and all other control characters are made visible.
     """
-    from contracts import subjects, topology
+    from contracts import streams, subjects
     from contracts.events.run import RunCompleted
     from contracts.texts import describe
     from trainbus.client.runs import read_end
@@ -258,7 +258,7 @@ async def logs(
     run_id = await client.find_run(name)
     number = parse_rank(rank)
     start = None if since is None else parse_since(since, render.utc_now())
-    placed = await client.connection.read_last(topology.FACTS, subjects.fact("run", run_id, "placed"))
+    placed = await client.connection.read_last(streams.FACTS, subjects.fact("run", run_id, "placed"))
     has_several_ranks = placed is not None and placed.event.world_size > 1 and number is None
     silent = True
     try:

@@ -105,12 +105,12 @@ async def run(
 
 async def _follow_study(client: AsyncClient, study_id: str, *, stderr: bool) -> int:
     """Print what happens to a study until it ends; return 1 if it found nothing."""
-    from contracts import subjects, topology
+    from contracts import streams, subjects
     from contracts.events.study import StudyCompleted, StudyFact, StudyRejected, StudyStopped, TrialReported
     from contracts.texts import describe
 
     out = sys.stderr if stderr else sys.stdout
-    async for batch in client.connection.follow(topology.FACTS, subjects.study(study_id)):
+    async for batch in client.connection.follow(streams.FACTS, subjects.study(study_id)):
         for stored in batch:
             event = stored.event
             if not isinstance(event, StudyFact) or isinstance(event, TrialReported):

@@ -51,9 +51,10 @@ from contracts.events.run import (
 )
 from contracts.events.study import StudyAccepted, StudyCompleted, StudyFact, StudyRejected, StudyStopped
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.run_states import TERMINAL_STATES
 from contracts.spec.run import RunFields
 from contracts.state.node import incarnations_before, next_drain, next_node_state
-from contracts.state.run import TERMINAL_STATES, change_run
+from contracts.state.run import change_run
 from services.gateway.core.rows import (
     Checkpoint,
     Dataset,

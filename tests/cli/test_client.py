@@ -266,15 +266,18 @@ async def commit(bus: Bus, *steps: tuple[int, int, float]) -> None:
 
 
 @pytest.mark.parametrize("words", [["ps"], ["nodes"], ["show", "digits"], ["why", "digits"]], ids=" ".join)
-async def test_a_question_imports_no_events(address: StackAddress, bus: Bus, words: list[str]) -> None:
-    """All of them take longer to import than the gateway to answer."""
+async def test_a_question_to_a_gateway_imports_neither_events_nor_an_embedded_stack(
+    address: StackAddress, bus: Bus, words: list[str]
+) -> None:
+    """They take longer to import than the gateway to answer."""
     await accept(bus)
     await commit(bus, (10, 1, 0.4))
     for fact in supported(RunCompleted(run_id=RUN, generation=1)):
         await bus.publish(fact)
     await bus.publish(NodeJoined(node_id="a", incarnation="i", address="h", slots=1, lease_ttl_s=3))
     script = "import sys; from trainbus.commands.main import app; app(sys.argv[1:], standalone_mode=False)"
-    listing = "print([name for name in sys.modules if name.startswith('contracts.events')])"
+    unwanted = ("contracts.events", "trainbus.embedded")
+    listing = f"print([name for name in sys.modules if name.startswith({unwanted})])"
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", f"{script}; {listing}", *words],

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainbus.client.errors import StackUnreachableError, UsageError
-from trainbus.embedded.launch import read_stack
-from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri
 
 if TYPE_CHECKING:
     from trainbus.embedded.registry import RegisteredStack
@@ -36,6 +34,8 @@ def find_data_dir(given: Path | None) -> Path:
     """Return the given data folder, else ``.trainbus`` in this folder or one above it, as git finds ``.git``."""
     if given is not None:
         return given
+    from trainbus.embedded.layout import DEFAULT_DATA_DIR
+
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / DEFAULT_DATA_DIR / "stack.lock").exists():
@@ -100,6 +100,9 @@ def find_address(given: Path | None = None) -> StackAddress:
     """
     if is_in_environment(given):
         return _from_environment()
+    from trainbus.embedded.launch import read_stack
+    from trainbus.embedded.layout import mlflow_uri
+
     data_dir = find_running_data_dir(given)
     stack = read_stack(data_dir)
     if stack is None:

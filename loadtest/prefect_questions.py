@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,14 +69,23 @@ async def fill_server(url: str, count: int, progress: Progress) -> list[str]:
 
         async def write() -> None:
             for number in numbers:
-                body = {"flow_id": flow, "name": f"run-{number}", "state": {"type": "COMPLETED"}}
-                while (answer := await http.post("/flow_runs/", json=body)).status_code == BUSY:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-                ids.append(answer.raise_for_status().json()["id"])
+                name = f"run-{number}"
+                body = {"flow_id": flow, "name": name, "idempotency_key": name, "state": {"type": "COMPLETED"}}
+                ids.append((await _post_until_taken(http, "/flow_runs/", body))["id"])
                 progress.advance(bar)
 
         await asyncio.gather(*(write() for _ in range(WRITERS)))
     return ids
+
+
+async def _post_until_taken(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send a request again while the server is busy, or closes the connection in between."""
+    while True:
+        with suppress(httpx.TransportError):
+            answer = await http.post(path, json=body)
+            if answer.status_code != BUSY:
+                return dict(answer.raise_for_status().json())
+        await asyncio.sleep(0.1)
 
 
 async def read_server(url: str, ids: list[str]) -> list[float]:
@@ -88,17 +97,17 @@ async def read_server(url: str, ids: list[str]) -> list[float]:
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
 
         async def read(delay_s: float) -> None:
-            await asyncio.sleep(delay_s)
-            while time.perf_counter() < ends_at:
+            due_s = time.perf_counter() + delay_s
+            while due_s < ends_at:
+                await asyncio.sleep(due_s - time.perf_counter())
                 began, kind = time.perf_counter(), draw.randrange(3)
                 if kind == 2:
                     answer = await http.get(f"/flow_runs/{draw.choice(ids)}")
                 else:
                     answer = await http.post("/flow_runs/filter", json=(newest, running)[kind])
                 answer.raise_for_status()
-                took_s = time.perf_counter() - began
-                took_ms.append(1e3 * took_s)
-                await asyncio.sleep(max(0.0, THINK_S - took_s))
+                took_ms.append(1e3 * (time.perf_counter() - began))
+                due_s = max(due_s + THINK_S, time.perf_counter())
 
         await asyncio.gather(*(read(number * THINK_S / READERS) for number in range(READERS)))
     return took_ms

@@ -87,6 +87,7 @@ def is_about_values(error: Exception) -> bool:
         # Of SQL's states class 22 is "data exception", and 54 "program limit exceeded": a text that is too long for an
         # index. The driver itself raises a ValueError.
         return isinstance(cause, ValueError) or str(getattr(cause, "sqlstate", None)).startswith(("22", "54"))
+    # SQLite's driver raises the first for an integer; what is folded, the second for a time that is no number.
     return isinstance(error, (OverflowError, ValueError))
 
 

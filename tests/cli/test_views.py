@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointStaged
 from contracts.events.node import NodeJoined, NodeLost, NodeNotice
 from contracts.events.run import (
     CheckpointRef,
@@ -161,6 +161,15 @@ def test_a_lost_node_holds_nothing_and_news_of_an_old_life_are_ignored() -> None
     assert now.nodes["n0"].state == "up"
     again = read_answers(joined("n0"), QUEUED, FULL, joined("n0", "i2", running=(("r1", 1),)))
     assert len(again.nodes["n0"].busy) == 2
+
+
+def test_a_timeline_has_the_commit_of_a_checkpoint_and_not_what_each_node_stored_for_it() -> None:
+    staged = CheckpointStaged(
+        run_id="r1", generation=1, node_id="n0", ranks=(0,), world_size=1, step=5, epoch=1, samples_consumed=1
+    )
+    shown = read_answers(*LIFE[:6], staged, committed(1, 5))
+    assert [entry.fact for entry in shown.runs["r1"].timeline][-1] == CheckpointCommitted.fact
+    assert CheckpointStaged.fact not in [entry.fact for entry in shown.runs["r1"].timeline]
 
 
 def test_the_timeline_sums_checkpoints_up() -> None:

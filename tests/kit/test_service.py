@@ -137,11 +137,11 @@ import gc
 from services.kit.service import Service
 from services.kit.settings import Settings
 
-class Counting(Service):
+class ObjectCounter(Service):
     async def run(self):
         print(len(gc.get_objects()), gc.get_freeze_count())
 
-Counting("counting", Settings()).main()
+ObjectCounter("counter", Settings()).main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     walked_through, passed_over = map(int, done.stdout.split())

@@ -32,6 +32,8 @@ from contracts.spec.run import RunSpec
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
 #: A folder of the rank's own: what lies in it is kept with the run, and lies in it again when the script starts anew.
 OUTPUT_DIR_VARIABLE = "TRAINBUS_OUTPUT_DIR"
+#: For scripts: the folder with the run's data as plain files, below ``train``, ``val`` and ``test``.
+DATA_DIR_VARIABLE = "TRAINBUS_DATA_DIR"
 #: The folder of the last kept checkpoint and its step; set only where there is something to resume.
 RESUME_DIR_VARIABLE = "TRAINBUS_RESUME_DIR"
 RESUME_STEP_VARIABLE = "TRAINBUS_RESUME_STEP"

@@ -16,6 +16,7 @@ from services.kit.socket_files import socket_path
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
 from services.kit.warm_server import WarmServer
+from services.kit.workdir import Workdir
 from services.worker.agent.agent import Agent
 from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.file_cache import FileCache
@@ -24,6 +25,7 @@ from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.checkpoints.survivor_state import SurvivorMemory, default_folder
 from services.worker.core.rank_environment import INHERITED, cache_variables
+from services.worker.data_folders.data_folders import DataFolders
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
 from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.node.address import AddressFinder
@@ -65,12 +67,14 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     warm_server = _warm_server(settings, cache_home) if settings.warm and executor is None else None
     executor = executor or ProcessExecutor(warm_server)
     inventory = inspect_node(settings)
+    cache = _cache(settings, service, objects)
     agent = Agent(
         NodeContext(
             settings=settings,
             bus=service.bus,
             objects=objects,
-            cache=_cache(settings, service, objects),
+            cache=cache,
+            data_folders=_data_folders(settings, service, cache),
             packages=_packages(settings, objects),
             executor=executor,
             inventory=inventory,
@@ -120,6 +124,11 @@ def _cache(settings: WorkerSettings, service: Service, objects: ObjectStore) -> 
     max_bytes = settings.cache_max_bytes
     shards = service.add_resource(ShardCache(shard_files, max_bytes, ahead_s=settings.cache_ahead_s, other_files=files))
     return NodeCache(files, objects, max_bytes, shards)
+
+
+def _data_folders(settings: WorkerSettings, service: Service, cache: NodeCache) -> DataFolders:
+    trees = cache.files.trees
+    return DataFolders(cache, trees, service.add_resource(Workdir(trees.folder / ".work")))
 
 
 def _packages(settings: WorkerSettings, objects: ObjectStore) -> PackageEnvironments:

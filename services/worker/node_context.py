@@ -12,6 +12,7 @@ from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.checkpoints.uploader import KnownBlobs
+from services.worker.data_folders.data_folders import DataFolders
 from services.worker.launch.executor import Executor
 from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.node.address import AddressFinder
@@ -53,6 +54,7 @@ class NodeContext:
     bus: Bus
     objects: ObjectStore
     cache: NodeCache
+    data_folders: DataFolders
     packages: PackageEnvironments
     executor: Executor
     inventory: NodeInventory

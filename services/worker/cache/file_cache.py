@@ -23,6 +23,7 @@ from services.kit.chunks import FileRange
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
+from services.worker.cache.cached_trees import CachedTrees
 from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
@@ -88,12 +89,12 @@ PARALLEL_DOWNLOADS = 4
 
 
 class FileCache:
-    """Blobs and manifests under one folder. ``excluded``: folders in it that are not the cache's own."""
+    """Blobs, manifests and trees under one folder. ``excluded``: folders in it that are not the cache's own."""
 
     def __init__(self, folder: Path, objects: ObjectStore, excluded: Iterable[Path] = ()) -> None:
         self.folder, self._objects = folder, objects
-        self.chunks = ChunkIndex(folder / "chunks")
-        self._excluded = {self.chunks.folder, *excluded}
+        self.chunks, self.trees = ChunkIndex(folder / "chunks"), CachedTrees(folder / "trees")
+        self._excluded = {self.chunks.folder, self.trees.folder, *excluded}
         #: Bytes of all files, as of the last listing.
         self.size_bytes = 0
         self._locks: dict[Path, asyncio.Lock] = {}
@@ -161,28 +162,36 @@ class FileCache:
         files = self._list()
         return self._evict(files, self.size_bytes - max_bytes)
 
-    def _evict(self, files: list[tuple[Path, os.stat_result]], over_bytes: int) -> int:
+    def _evict(self, files: list[tuple[Path, float, int]], over_bytes: int) -> int:
         freed = 0
-        for path, stat in files:
+        for path, _, size_bytes in files:
             if freed >= over_bytes:
                 break
             if not self._pinned.get(path):
-                path.unlink(missing_ok=True)
-                self.chunks.remove(path.name)
-                freed += stat.st_size
+                self._remove(path)
+                freed += size_bytes
         self.size_bytes -= freed
         return freed
 
-    def _list(self) -> list[tuple[Path, os.stat_result]]:
+    def _remove(self, path: Path) -> None:
+        if path.parent == self.trees.folder:
+            self.trees.remove(path.name)
+        else:
+            path.unlink(missing_ok=True)
+            self.chunks.remove(path.name)
+
+    def _list(self) -> list[tuple[Path, float, int]]:
+        """Return path, time of last use and bytes of each file and each tree, the oldest use first."""
         files = [
-            (path, path.stat())
+            (path, (stat := path.stat()).st_mtime, stat.st_size)
             for each in self.folder.glob("*")
             if each not in self._excluded
             for path in each.rglob("*")
             if path.name[0] != "." and path.is_file()
         ]
-        self.size_bytes = sum(stat.st_size for _, stat in files)
-        return sorted(files, key=lambda each: each[1].st_mtime)
+        files += self.trees.list_trees()
+        self.size_bytes = sum(size_bytes for _, _, size_bytes in files)
+        return sorted(files, key=lambda each: each[1])
 
 
 def _is_trusted(path: Path) -> bool:

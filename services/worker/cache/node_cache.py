@@ -139,9 +139,10 @@ class NodeCache:
         return view
 
     def datasets(self) -> tuple[str, ...]:
-        """Return the datasets whose training split is here."""
+        """Return the datasets whose training split is here, as shards or as plain files."""
         manifests = self.files.folder.glob("datasets/*/manifest.json")
-        return tuple(sorted(path.parent.name for path in manifests if self._has_train_split(path)))
+        sharded = (path.parent.name for path in manifests if self._has_train_split(path))
+        return tuple(sorted({*sharded, *self.files.trees.names()}))
 
     def _manifest_path(self, dataset_id: str) -> Path:
         return self.files.folder / "datasets" / dataset_id / "manifest.json"

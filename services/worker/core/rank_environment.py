@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
 from contracts.ranks import (
+    DATA_DIR_VARIABLE,
     JOURNAL_VARIABLE,
     LAUNCH_VARIABLE,
     MEMORY_FRACTION_VARIABLE,
@@ -57,6 +58,8 @@ class NodeEnvironment:
     mps_pipe: str = ""
     #: The output folder, and the checkpoint that the ranks start with: its folder and step.
     output_dir: str = ""
+    #: The folder with the run's data as plain files; '' where it has none, or reads shards.
+    data_dir: str = ""
     resume_dir: str = ""
     resume_step: int = 0
     #: Folder of the project's packages, which precede the node's; '' where the node has them all.
@@ -162,6 +165,8 @@ def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> d
     params = json.dumps(placed.spec.params)
     if len(params) <= MAX_VARIABLE_CHARS:
         variables[PARAMS_VARIABLE] = params
+    if place.data_dir:
+        variables[DATA_DIR_VARIABLE] = place.data_dir
     if place.resume_dir:
         variables |= {RESUME_DIR_VARIABLE: place.resume_dir, RESUME_STEP_VARIABLE: str(place.resume_step)}
     return variables
@@ -179,6 +184,21 @@ def _launcher_variables(placed: RunPlaced, member: Member) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
+
+
+def choose_data_dir(spec: RunSpec, folder: PurePosixPath, working_folder: PurePosixPath) -> PurePosixPath:
+    """Return where a script finds its data: the run's choice of a folder of its project, else one of trainbus's own.
+
+    Raises:
+        ValueError: the run's choice is outside its project.
+    """
+    chosen = PurePosixPath(spec.env.get(DATA_DIR_VARIABLE, ""))
+    if chosen.is_absolute() or ".." in chosen.parts:
+        raise ValueError(
+            f"{DATA_DIR_VARIABLE} is {str(chosen)!r}: name a folder below the project (data), or leave it out and read "
+            "the variable"
+        )
+    return working_folder / chosen if chosen.parts else folder / "data"
 
 
 def choose_output_dir(spec: RunSpec, folder: PurePosixPath, working_folder: PurePosixPath) -> PurePosixPath:

@@ -16,9 +16,8 @@ import structlog
 from nats.js.errors import APIError, BadRequestError
 
 from contracts import topology
-from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
-from contracts.ranks import RendezvousLine, format_endpoint, parse_endpoint
+from contracts.ranks import DATA_DIR_VARIABLE, RendezvousLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
 from contracts.tensor_files import TENSOR_KINDS
 from services.kit.bus import Bus, TransientError
@@ -30,7 +29,7 @@ from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.core.journal import JournalSource, held_up_event
-from services.worker.core.rank_environment import choose_output_dir, is_command, slot_problem
+from services.worker.core.rank_environment import choose_data_dir, choose_output_dir, is_command, slot_problem
 from services.worker.node.address import LOOPBACK, NodeAddress, find_interface, parse_ip
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import Publish
@@ -135,6 +134,8 @@ class GenerationInputs:
     resume_layout: KeptLayout | None
     init_folder: Path | None
     output_dir: Path
+    #: The dataset as plain files, for a command.
+    data_dir: Path | None
     master: MeetingPoint
 
 
@@ -154,19 +155,20 @@ async def prepare_inputs(
     await _check_devices(context, placed, member)
     fetches: tuple[Coroutine[Any, Any, Any], ...] = (
         _fetch_code_and_packages(context, placed, folder, pins),
-        open_dataset(context, placed, member, folder, pins),
+        _fetch_dataset(context, placed, member, folder, pins),
         _open_checkpoint(context, placed, folder, pins),
         _fetch_weights(context, placed, folder, pins),
     )
     found = await gather_limited(fetches, limit=len(fetches))
     (code, packages_dir), dataset, (resume, partial), init_folder = found
     resume_folder = None if resume is None else _resume_dir(folder)
+    data_dir = await _lay_out_data(context, placed, folder, code, pins)
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
     layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
     patience_s = context.settings.rendezvous_timeout_s
     master = await find_master(context.bus, placed, member, context.addresses.address, patience_s, publish)
     return GenerationInputs(
-        code, packages_dir, dataset, resume_folder, resume, partial, layout, init_folder, output_dir, master
+        code, packages_dir, dataset, resume_folder, resume, partial, layout, init_folder, output_dir, data_dir, master
     )
 
 
@@ -222,12 +224,21 @@ async def _fetch_code(context: NodeContext, placed: RunPlaced, folder: Path, pin
     return target
 
 
+async def _fetch_dataset(
+    context: NodeContext, placed: RunPlaced, member: Member, folder: Path, pins: CachePins
+) -> DatasetView | None:
+    """Fetch the data of a command, as plain files; open that of a Task."""
+    if placed.dataset is not None and is_command(placed.spec):
+        await context.data_folders.fetch(placed.dataset, pins)
+    return await open_dataset(context, placed, member, folder, pins)
+
+
 async def open_dataset(
     context: NodeContext, placed: RunPlaced, member: Member, folder: Path, pins: CachePins
 ) -> DatasetView | None:
-    """Open the dataset: whole for a command, which cannot wait for shards; else shards come as ranks read them."""
+    """Open the dataset of a Task: its shards come as ranks read them. None for a command, which reads plain files."""
     dataset, spec = placed.dataset, placed.spec
-    if dataset is None:
+    if dataset is None or is_command(spec):
         return None
     read_splits = ("train", "validation") if spec.evaluate is None else (spec.evaluate.split,)
     has_all_ranks = len(member.ranks) == placed.world_size
@@ -236,9 +247,27 @@ async def open_dataset(
         dataset.dataset_id,
         folder / "dataset",
         pins,
-        whole=SPLITS if spec.command is not None else (),
-        guess=read_splits if spec.command is None and has_all_ranks else (),
+        guess=read_splits if has_all_ranks else (),
     )
+
+
+async def _lay_out_data(
+    context: NodeContext, placed: RunPlaced, folder: Path, code: Path | None, pins: CachePins
+) -> Path | None:
+    """Lay the data of a command out where it finds it; return that folder."""
+    if placed.dataset is None or not is_command(placed.spec):
+        return None
+    try:
+        target = Path(choose_data_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
+    except ValueError as error:
+        raise CacheError(str(error)) from error
+    if code is not None and target.is_relative_to(code) and target.exists():
+        raise CacheError(
+            f"the project has {str(target.relative_to(code))!r}, where its data is to be: name another "
+            f"folder in {DATA_DIR_VARIABLE}, or leave it out of the package (.gitignore)"
+        )
+    await context.data_folders.lay_out(placed.dataset, target, pins)
+    return target
 
 
 def _resume_dir(folder: Path) -> Path:

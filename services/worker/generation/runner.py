@@ -439,6 +439,7 @@ class GenerationRunner:
             slot_memory_bytes=inventory.slot_memory_bytes,
             mps_pipe=find_mps_pipe(settings.mps_pipe_dir, self._context.environment),
             output_dir=str(inputs.output_dir),
+            data_dir=str(inputs.data_dir or ""),
             resume_dir=str(inputs.resume_folder or ""),
             resume_step=inputs.resume.step if inputs.resume is not None else 0,
             cache_home=self._context.cache_home,

@@ -1,0 +1,1 @@
+"""Datasets as folders of plain files, for scripts: train/, val/ and test/."""

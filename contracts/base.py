@@ -67,6 +67,11 @@ def ingestion_id_for(source: str, event_id: str) -> str:
     return "i" + short_hash(source, event_id)
 
 
+def run_ingestion_id(run_id: str, name: str | None) -> str:
+    """Return the id of the ingestion for a run, or for that dataset of it."""
+    return run_id if name is None else f"{run_id}-{name}"
+
+
 def request_id_for(source: str, request_type: str, event_id: str) -> str:
     """Return the id under which a request is answered that is refused.
 

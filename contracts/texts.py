@@ -74,14 +74,20 @@ def _accepted(fact: run.RunAccepted) -> str:
     wanted = plural(slots.min, "slot") if slots.min == slots.max else f"{slots.min} to {plural(slots.max, 'slot')}"
     parent = f", from a checkpoint of {fact.parent_run_id}" if fact.parent_run_id else ""
     priority = f", priority {fact.spec.priority}" if fact.spec.priority else ""
-    data = "; its data is prepared first" if fact.spec.data is not None else ""
+    data = "; its data is prepared first" if fact.spec.needs_data else ""
     return f"accepted as {fact.spec.name!r}: {wanted}{priority}{parent}{data}"
 
 
 def _prepared(fact: run.RunPrepared) -> str:
-    parts = {"validation": fact.validation_samples, "test": fact.test_samples}
+    if not fact.datasets:
+        return f"data ready: {_describe_samples(fact)}"
+    return "data ready: " + "; ".join(f"{name}: {_describe_samples(each)}" for name, each in fact.datasets.items())
+
+
+def _describe_samples(prepared: run.RunPrepared | run.PreparedDataset) -> str:
+    parts = {"validation": prepared.validation_samples, "test": prepared.test_samples}
     others = "".join(f", {count:,} for {name}" for name, count in parts.items() if count)
-    return f"data ready: {plural(fact.train_samples, 'sample')} to train{others} (dataset {fact.dataset_id[:12]})"
+    return f"{plural(prepared.train_samples, 'sample')} to train{others} (dataset {prepared.dataset_id[:12]})"
 
 
 def _placed(fact: run.RunPlaced) -> str:

@@ -35,8 +35,9 @@ class QuarantineCount(FactPart):
 class DatasetIngested(IngestionFact, fact="ingested"):
     """The source was listed, validated and split; what is broken is in quarantine."""
 
-    #: The run that waits for it, if one does.
+    #: The run that waits for it, if one does, and what the run calls it.
     run_id: Token | None = None
+    name: str | None = None
     data: Lenient[DataSource]
     #: Hash of the listing and the settings: the same input gives the same one.
     fingerprint: Sha256

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from datetime import datetime
 from typing import Literal
 
@@ -11,7 +13,7 @@ from contracts import subjects
 from contracts.base import Fact, FactPart, Instant, ObjectUri, Sha256, Token
 from contracts.checkpoint_ref import CheckpointRef as CheckpointRef
 from contracts.problems import FieldProblem
-from contracts.spec.run import RunSpec
+from contracts.spec.run import DatasetName, RunSpec
 
 
 class RunFact(Fact, aggregate="run", id_field="run_id"):
@@ -69,14 +71,40 @@ class RunRejected(RunFact, fact="rejected"):
     decision: DecisionRecord | None = None
 
 
-class RunPrepared(RunFact, fact="prepared"):
-    """The run's data is sharded and verified."""
+class PreparedDataset(FactPart):
+    """A dataset that is sharded and verified."""
 
     dataset_id: Sha256
     manifest_uri: ObjectUri
     train_samples: int
     validation_samples: int = 0
     test_samples: int = 0
+
+
+class RunPrepared(RunFact, fact="prepared"):
+    """The run's data is sharded and verified. Where it has names, the other fields are of the first by name."""
+
+    dataset_id: Sha256
+    manifest_uri: ObjectUri
+    train_samples: int
+    validation_samples: int = 0
+    test_samples: int = 0
+    datasets: dict[DatasetName, PreparedDataset] = Field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, PreparedDataset]:
+        """All datasets; '' is the name of an only one without a name."""
+        if self.datasets:
+            return self.datasets
+        return {"": PreparedDataset(**self.model_dump(include=set(PreparedDataset.model_fields)))}
+
+    @property
+    def identity(self) -> Sha256:
+        """What two runs on the same data have in common: the dataset's id, or a hash of all names and ids."""
+        if not self.datasets:
+            return self.dataset_id
+        named = sorted((name, each.dataset_id) for name, each in self.datasets.items())
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 class RunPrepareFailed(RunFact, fact="prepare_failed"):

@@ -59,6 +59,10 @@ class TrainRequested(RunFields, Request, verb="train"):
         for name in ("min", "max"):
             if (count := getattr(self.slots, name)) % self.gang.bundle:
                 raise ValueError(f"slots.{name} ({count}) is not a multiple of gang.bundle ({self.gang.bundle})")
+        if self.datasets and self.command is None:
+            raise ValueError("'datasets' needs a 'command', which reads files: a task has one dataset, in 'data'")
+        if self.datasets and self.data is not None:
+            raise ValueError("give 'data' or 'datasets': one dataset without a name, or several that have one")
         if self.evaluation is not None and self.model is None:
             raise ValueError("'evaluation' needs 'model': the registered model that the result competes for")
         return self

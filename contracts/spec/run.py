@@ -14,6 +14,8 @@ from contracts.spec.data import DatasetRef, DataSource
 from contracts.spec.resources import Gang, Resources, Scheduling, Slots
 from contracts.spec.training import Checkpoints, Evaluation, EvaluationTarget, Retention, Training, Watch
 
+#: Also a folder, and a part of the id of what is ingested for it.
+DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
 NamePattern = Annotated[str, Field(min_length=1, max_length=300)]
 
 
@@ -59,6 +61,8 @@ class RunFields(SpecPart):
     metric_patterns: dict[str, str] = Field(default_factory=dict, max_length=50)
     env: dict[str, str] = Field(default_factory=dict, max_length=200)
     data: DataSource | DatasetRef | None = None
+    #: Data of a command that has several: each by its name, a folder below ``TRAINBUS_DATA_DIR``.
+    datasets: dict[DatasetName, DataSource | DatasetRef] = Field(default_factory=dict, max_length=20)
     training: Training | None = None
     retention: Retention = Retention.defaults()
     checkpoints: Checkpoints = Checkpoints.defaults()
@@ -81,6 +85,11 @@ class RunFields(SpecPart):
     #: The study whose trial this run is, and the trial's number.
     study: Token | None = None
     trial: int | None = Field(None, ge=0)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether data is prepared before the run is queued."""
+        return self.data is not None or bool(self.datasets)
 
 
 class RunSpec(RunFields):

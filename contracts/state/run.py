@@ -152,7 +152,7 @@ def placement_problem(placed: RunPlaced, queued_generation: int | None) -> str:
 def _change_living(run: RunLife, fact: Fact) -> Changes:
     match fact:
         case RunAccepted():
-            accepted = "accepted" if fact.spec.data is None else "preparing"
+            accepted = "preparing" if fact.spec.needs_data else "accepted"
             return {"state": accepted} if run.state == "requested" else None
         case RunRejected():
             return {"state": "rejected", "reason": fact.reason} if run.state == "requested" else None

@@ -72,7 +72,7 @@ def source(root: Path, records: int, record_bytes: int) -> DataSource:
 
 def ingest(root: Path, work: Path, data: DataSource) -> None:
     """The whole ingestion; what it says lies beside the store."""
-    from services.ingestion.app import ingested_fact
+    from services.ingestion.app import SourceWork, ingested_fact
     from services.ingestion.decoders import DecoderPool
     from services.ingestion.job import IngestionJob
     from services.ingestion.sources import FolderSource
@@ -82,7 +82,7 @@ def ingest(root: Path, work: Path, data: DataSource) -> None:
         where = FolderSource.of(data.source, (root,))
         async with DecoderPool(1) as decoders:
             job = IngestionJob(BUCKET, store, where, decoders, work, data)
-            return ingested_fact("i1", None, await job.run())
+            return ingested_fact(SourceWork("i1", data), await job.run())
 
     (root / "ingested.json").write_text(asyncio.run(run()).model_dump_json())
 

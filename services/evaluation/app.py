@@ -484,7 +484,7 @@ class Evaluator:
             run_id=run_id,
             checkpoint_uri=uri,
             artifacts=artifacts,
-            dataset_id=prepared.dataset_id if prepared else None,
+            dataset_id=prepared.identity if prepared else None,
             # Never its training metrics: a candidate to come would be compared with those.
             metrics=evaluated.metrics if evaluated else {},
             previous_run_id=champion.fact.run_id if champion else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import structlog
 from botocore.exceptions import ClientError
 
 from contracts import subjects, topology
-from contracts.base import Fact, ingestion_id_for
+from contracts.base import Fact, ingestion_id_for, run_ingestion_id
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed
 from contracts.events.run import RunAccepted, RunPrepareFailed
 from contracts.events.train import IngestRequested
@@ -34,6 +35,22 @@ from services.kit.workdir import Workdir
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class SourceWork:
+    """One source to ingest, and the run that waits for it."""
+
+    ingestion_id: str
+    data: DataSource
+    run_id: str | None = None
+    #: What the run calls it, where it has several.
+    name: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What reasons begin with."""
+        return "" if self.name is None else f"dataset {self.name!r}: "
+
+
 class Ingestion:
     """The handlers. Each must be idempotent, because a message may be delivered twice."""
 
@@ -53,26 +70,34 @@ class Ingestion:
         self.jobs = JobQueue(self._bus, "ingestion", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
     async def on_run_accepted(self, received: Message[RunAccepted]) -> None:
-        if isinstance(received.event.spec.data, DataSource):
+        if _list_work(received):
             await self.jobs.submit(received.event.run_id, received)
 
     async def on_ingest_requested(self, received: Message[IngestRequested]) -> None:
-        await self.jobs.submit(_ingestion(received)[0], received)
+        await self.jobs.submit(_list_work(received)[0].ingestion_id, received)
 
     async def work(self, received: Message[Any]) -> None:
-        """Ingest and publish the result. ``PoisonMessage`` means that the ingestion cannot succeed."""
-        ingestion_id, run_id, data = _ingestion(received)
-        if await self._find_published(ingestion_id) is not None:
-            # A second delivery, or a job whose result was out when its instance died.
-            return await self._republish(received)
+        """Ingest and publish the results. ``PoisonMessage`` means that an ingestion cannot succeed."""
+        for ingestion in _list_work(received):
+            if await self._find_published(ingestion.ingestion_id) is not None:
+                # A second delivery, or a job whose result was out when its instance died.
+                await self._republish(ingestion, received)
+                continue
+            try:
+                await self._ingest_and_publish(ingestion, received)
+            except PoisonMessage as error:
+                raise PoisonMessage(f"{ingestion.prefix}{error}") from error
+
+    async def _ingest_and_publish(self, ingestion: SourceWork, received: Message[Any]) -> None:
+        ingestion_id = ingestion.ingestion_id
         started = self._bus.clock.monotonic()
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
             progress = Progress("listing")
             async with progress.publish_periodically(self._bus, ingestion_id, received.envelope):
-                result = await self._ingest(data, Path(folder), progress)
+                result = await self._ingest(ingestion.data, Path(folder), progress)
         if (problem := find_objection(result.outcome, result.data, result.quarantine_uri)) is not None:
             raise PoisonMessage(problem)
-        await self._publish(ingested_fact(ingestion_id, run_id, result), received)
+        await self._publish(ingested_fact(ingestion, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
@@ -88,12 +113,15 @@ class Ingestion:
         )
 
     async def give_up(self, received: Message[Any], reason: str) -> None:
-        """Publish that the source cannot be used, for the ingestion and for the run that waits."""
-        ingestion_id, run_id, _ = _ingestion(received)
-        metrics.JOB_SECONDS.labels("failed").observe(0)
-        log.warning("ingestion failed", ingestion_id=ingestion_id, reason=reason)
-        await self._publish(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
-        await self._republish(received)
+        """Publish that a source cannot be used, for the first ingestion without a result and for the run that waits."""
+        for ingestion in _list_work(received):
+            if isinstance(await self._find_published(ingestion.ingestion_id), DatasetIngested):
+                continue
+            metrics.JOB_SECONDS.labels("failed").observe(0)
+            log.warning("ingestion failed", ingestion_id=ingestion.ingestion_id, reason=reason)
+            failed = DatasetIngestFailed(ingestion_id=ingestion.ingestion_id, run_id=ingestion.run_id, reason=reason)
+            await self._publish(failed, received)
+            return await self._republish(ingestion, received)
 
     async def _ingest(self, data: DataSource, folder: Path, progress: Progress) -> IngestionResult:
         """Run the ingestion; raise ``PoisonMessage`` where the store refuses a request or the source changed."""
@@ -122,12 +150,11 @@ class Ingestion:
         last = await self._bus.get_last_message(subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
         return last.event if last else None
 
-    async def _republish(self, received: Message[Any]) -> None:
+    async def _republish(self, ingestion: SourceWork, received: Message[Any]) -> None:
         """Publish what follows from the first result. The first result is final."""
-        ingestion_id, run_id, _ = _ingestion(received)
-        result = await self._find_published(ingestion_id)
-        if isinstance(result, DatasetIngestFailed) and run_id is not None:
-            await self._publish(RunPrepareFailed(run_id=run_id, reason=result.reason), received)
+        result = await self._find_published(ingestion.ingestion_id)
+        if isinstance(result, DatasetIngestFailed) and ingestion.run_id is not None:
+            await self._publish(RunPrepareFailed(run_id=ingestion.run_id, reason=result.reason), received)
 
     async def _publish(self, fact: Fact, received: Message[Any]) -> None:
         """Publish a fact unless the ingestion has a result: it succeeds or fails once."""
@@ -138,22 +165,26 @@ class Ingestion:
             log.info("already published", subject=fact.subject)
 
 
-def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
-    """Return the ingestion's id, the run that waits for it, and the source."""
+def _list_work(received: Message[Any]) -> list[SourceWork]:
+    """Return what a request or a run wants to have ingested."""
     event = received.event
     if isinstance(event, IngestRequested):
-        return ingestion_id_for(received.envelope.source, received.envelope.id), None, event.data
+        return [SourceWork(ingestion_id_for(received.envelope.source, received.envelope.id), event.data)]
     assert isinstance(event, RunAccepted)
-    assert isinstance(event.spec.data, DataSource)
-    return event.run_id, event.run_id, event.spec.data
+    return [
+        SourceWork(run_ingestion_id(event.run_id, name), data, event.run_id, name)
+        for name, data in [(None, event.spec.data), *sorted(event.spec.datasets.items())]
+        if isinstance(data, DataSource)
+    ]
 
 
-def ingested_fact(ingestion_id: str, run_id: str | None, result: IngestionResult) -> DatasetIngested:
+def ingested_fact(ingestion: SourceWork, result: IngestionResult) -> DatasetIngested:
     """Return the fact of a finished ingestion."""
     outcome = result.outcome
     return DatasetIngested(
-        ingestion_id=ingestion_id,
-        run_id=run_id,
+        ingestion_id=ingestion.ingestion_id,
+        run_id=ingestion.run_id,
+        name=ingestion.name,
         data=result.data,
         fingerprint=result.fingerprint,
         index_uri=result.index_uri,

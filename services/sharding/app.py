@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
 
-from contracts import topology
-from contracts.base import Fact
+from contracts import subjects, topology
+from contracts.base import Fact, run_ingestion_id
 from contracts.datasets import SPLITS
 from contracts.events.dataset import DatasetIngested, DatasetSharded, DatasetShardFailed
-from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
-from contracts.spec.data import DatasetRef
+from contracts.events.run import PreparedDataset, RunAccepted, RunPrepared, RunPrepareFailed
+from contracts.spec.data import DatasetRef, DataSource
+from contracts.spec.run import RunSpec
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.jobs import JobQueue
 from services.kit.progress import Progress
@@ -23,7 +25,7 @@ from services.kit.store.objects import ObjectStore
 from services.kit.workdir import Workdir
 from services.sharding import metrics
 from services.sharding.garbage_collection import GARBAGE
-from services.sharding.job import Dataset, ShardingJob, find_dataset
+from services.sharding.job import Dataset, ShardingJob, find_dataset, find_made
 from services.sharding.settings import ShardingSettings
 
 log = structlog.get_logger(__name__)
@@ -46,20 +48,9 @@ class Sharding:
         await self.jobs.submit(received.event.ingestion_id, received)
 
     async def on_run_accepted(self, received: Message[RunAccepted]) -> None:
-        """Look up the dataset that a run names."""
-        run_id, data = received.event.run_id, received.event.spec.data
-        if not isinstance(data, DatasetRef):
-            return
-        bucket = self._settings.bucket_datasets
-        try:
-            dataset = await find_dataset(self._objects, bucket, data.dataset_id)
-        except ObjectNotFound:
-            reason = f"there is no dataset {data.dataset_id}: check data.dataset_id, or give the source to ingest"
-            await self._publish(RunPrepareFailed(run_id=run_id, reason=reason), received)
-        except ValueError as error:
-            await self._publish(RunPrepareFailed(run_id=run_id, reason=str(error)), received)
-        else:
-            await self._publish(_run_prepared(run_id, dataset), received)
+        """Look up the datasets that a run names."""
+        if any(isinstance(data, DatasetRef) for _, data in _list_data(received.event.spec)):
+            await self._prepare_run(received.event, received)
 
     async def work(self, received: Message[DatasetIngested]) -> None:
         """Make the dataset and publish it. ``PoisonMessage`` means that this index cannot become a dataset."""
@@ -69,8 +60,12 @@ class Sharding:
             async with progress.publish_periodically(self._bus, event.ingestion_id, received.envelope):
                 dataset = await self._shard(event, Path(folder), progress)
         await self._publish(self._dataset_sharded(event, dataset), received)
-        if event.run_id is not None:
-            await self._publish(_run_prepared(event.run_id, dataset), received)
+        if event.run_id is not None and event.name is None:
+            await self._publish(_run_prepared(event.run_id, {"": _describe(dataset)}), received)
+        elif event.run_id is not None:
+            accepted = await self._bus.get_last_message(subjects.fact("run", event.run_id, RunAccepted.fact))
+            if accepted is not None:  # else anybody published that it was ingested for a run
+                await self._prepare_run(accepted.event, received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if dataset.reused else "sharded").observe(took_s)
         log.info(
@@ -89,6 +84,34 @@ class Sharding:
         await self._publish(DatasetShardFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
         if run_id is not None:
             await self._publish(RunPrepareFailed(run_id=run_id, reason=reason), received)
+
+    async def _prepare_run(
+        self, accepted: RunAccepted, received: Message[DatasetIngested] | Message[RunAccepted]
+    ) -> None:
+        """Publish that a run's data is prepared, once all of it is: with the last of it the others are found."""
+        found: dict[str, PreparedDataset] = {}
+        for name, data in _list_data(accepted.spec):
+            dataset: Dataset | None
+            try:
+                if isinstance(data, DatasetRef):
+                    dataset = await find_dataset(self._objects, self._settings.bucket_datasets, data.dataset_id)
+                else:
+                    dataset = await self._find_made(run_ingestion_id(accepted.run_id, name or None))
+            except ObjectNotFound as error:
+                field = f"datasets.{name}" if name else "data"
+                reason = f"{error}: there is no such dataset: check {field}.dataset_id, or give the source to ingest"
+                return await self._publish(RunPrepareFailed(run_id=accepted.run_id, reason=reason), received)
+            except ValueError as error:
+                return await self._publish(RunPrepareFailed(run_id=accepted.run_id, reason=str(error)), received)
+            if dataset is None:
+                return None
+            found[name] = _describe(dataset)
+        return await self._publish(_run_prepared(accepted.run_id, found), received)
+
+    async def _find_made(self, ingestion_id: str) -> Dataset | None:
+        """Return the dataset that an ingestion came to; None: it is not made yet."""
+        last = await self._bus.get_last_message(subjects.fact("dataset", ingestion_id, DatasetIngested.fact))
+        return await find_made(self._objects, self._settings.bucket_datasets, last.event) if last else None
 
     async def _shard(self, event: DatasetIngested, folder: Path, progress: Progress) -> Dataset:
         """Run the job; raise ``PoisonMessage`` where another attempt cannot succeed."""
@@ -133,16 +156,28 @@ class Sharding:
             log.info("already published", subject=fact.subject)
 
 
-def _run_prepared(run_id: str, dataset: Dataset) -> RunPrepared:
+def _list_data(spec: RunSpec) -> list[tuple[str, DataSource | DatasetRef]]:
+    """Return the data of a run with its names; '' is that of its only dataset."""
+    only = [] if spec.data is None else [("", spec.data)]
+    return [*only, *sorted(spec.datasets.items())]
+
+
+def _describe(dataset: Dataset) -> PreparedDataset:
     samples = {split: dataset.manifest.splits[split].samples for split in SPLITS}
-    return RunPrepared(
-        run_id=run_id,
+    return PreparedDataset(
         dataset_id=dataset.dataset_id,
         manifest_uri=dataset.manifest_uri,
         train_samples=samples["train"],
         validation_samples=samples["validation"],
         test_samples=samples["test"],
     )
+
+
+def _run_prepared(run_id: str, datasets: Mapping[str, PreparedDataset]) -> RunPrepared:
+    """Return the fact of a run's datasets by name; '' is the name of an only one."""
+    first = next(iter(datasets.values()))
+    named = {name: each for name, each in datasets.items() if name}
+    return RunPrepared(run_id=run_id, **dict(first), datasets=named)
 
 
 def build(settings: Settings) -> Service:

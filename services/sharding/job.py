@@ -73,6 +73,41 @@ async def find_dataset(objects: ObjectStore, bucket: str, dataset_id: str) -> Da
     return Dataset(dataset_id, uri, Manifest.model_validate_json(content), reused=True)
 
 
+async def find_made(objects: ObjectStore, bucket: str, ingested: DatasetIngested) -> Dataset | None:
+    """Return the dataset made from this input before, if all of it is in the store.
+
+    Raises:
+        PoisonMessage: the object that links the two cannot be read.
+    """
+    link = _link_uri(ingested)
+    try:
+        dataset_id = json.loads(await objects.get(link))["dataset_id"]
+        dataset = await find_dataset(objects, bucket, dataset_id)
+    except ObjectNotFound:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PoisonMessage(f"{error!r}; remove {link} to have the dataset made again") from error
+
+    async def is_missing(sha256: str, size_bytes: int) -> bool:
+        try:
+            return (await objects.head(shard_uri(bucket, sha256))).size_bytes != size_bytes
+        except ObjectNotFound:
+            return True
+
+    files = (file for split in dataset.manifest.splits.values() for file in split.shards)
+    checks = (is_missing(*part) for file in files for part in _parts(file))
+    missing = sum(await gather_limited(checks, limit=PARALLEL_HEADS))
+    if missing:
+        log.warning("a dataset is incomplete, making it again", dataset_id=dataset_id, missing=missing)
+        return None
+    return dataset
+
+
+def _link_uri(ingested: DatasetIngested) -> str:
+    folder = ingested.index_uri.rpartition("/")[0]
+    return f"{folder}/{link_name(ingested.fingerprint, ingested.data.shard_bytes)}"
+
+
 class ShardingJob:
     """One job's work. The result depends on the index and the settings alone."""
 
@@ -97,7 +132,7 @@ class ShardingJob:
         self._under_way = workers + SHARDS_AHEAD
         self._packs = PackCache(objects, folder / "packs", self._source_uri, disk_bytes)
         data = ingested.data
-        self._link = f"{self._source_uri}/{link_name(ingested.fingerprint, data.shard_bytes)}"
+        self._link = _link_uri(ingested)
         self._journal = Journal(objects, f"{self._source_uri}/{journal_name(ingested.fingerprint, data.shard_bytes)}")
         flat = data.format in FLAT
         self._plan = ShardPlan(folder / "plan", ingested.classes, data.split.seed, data.shard_bytes, flat=flat)
@@ -109,7 +144,7 @@ class ShardingJob:
         Raises:
             PoisonMessage: a record's content is not what was ingested.
         """
-        if (found := await self._find_existing()) is not None:
+        if (found := await find_made(self._objects, self._bucket, self._ingested)) is not None:
             return found
         statistics = await self._statistics()
         await self._make_plan()
@@ -120,30 +155,6 @@ class ShardingJob:
         dataset = await self._publish(shards, statistics)
         await self._objects.put(self._link, canonical_json({"dataset_id": dataset.dataset_id}))
         await self._journal.remove()
-        return dataset
-
-    async def _find_existing(self) -> Dataset | None:
-        """Return the dataset made from this input before, if all of it is in the store."""
-        try:
-            dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
-            dataset = await find_dataset(self._objects, self._bucket, dataset_id)
-        except ObjectNotFound:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise PoisonMessage(f"{error!r}; remove {self._link} to have the dataset made again") from error
-
-        async def is_missing(sha256: str, size_bytes: int) -> bool:
-            try:
-                return (await self._objects.head(shard_uri(self._bucket, sha256))).size_bytes != size_bytes
-            except ObjectNotFound:
-                return True
-
-        files = (file for split in dataset.manifest.splits.values() for file in split.shards)
-        checks = (is_missing(*part) for file in files for part in _parts(file))
-        missing = sum(await gather_limited(checks, limit=PARALLEL_HEADS))
-        if missing:
-            log.warning("a dataset is incomplete, making it again", dataset_id=dataset_id, missing=missing)
-            return None
         return dataset
 
     async def _statistics(self) -> dict[str, FieldStatistics]:

@@ -316,12 +316,18 @@ class Projector:
             attempt.params |= params.keys()
             attempt.params_logged = True
         if run.prepared is not None and not attempt.dataset_logged:
-            prepared = run.prepared
-            profile = prepared.model_dump_json(include={"train_samples", "validation_samples", "test_samples"})
-            await self._call(self._store.log_params, mlflow_run_id, {"dataset_id": prepared.dataset_id})
-            await self._call(
-                self._store.log_dataset, mlflow_run_id, prepared.dataset_id, prepared.manifest_uri, profile
-            )
+            for name, dataset in run.prepared.by_name.items():
+                profile = dataset.model_dump_json(include={"train_samples", "validation_samples", "test_samples"})
+                param = f"dataset_id.{name}" if name else "dataset_id"
+                await self._call(self._store.log_params, mlflow_run_id, {param: dataset.dataset_id})
+                await self._call(
+                    self._store.log_dataset,
+                    mlflow_run_id,
+                    name or dataset.dataset_id[:12],
+                    dataset.dataset_id,
+                    dataset.manifest_uri,
+                    profile,
+                )
             attempt.dataset_logged = True
         await self._tag(attempt, describe.tags(run, number, generation))
 

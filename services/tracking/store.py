@@ -237,14 +237,12 @@ class Store:
                 self._mlflow.log_batch(mlflow_run_id, metrics=chunk)
             metrics.POINTS.inc(len(chunk))
 
-    def log_dataset(self, mlflow_run_id: str, dataset_id: str, manifest_uri: str, profile: str) -> None:
+    def log_dataset(self, mlflow_run_id: str, name: str, dataset_id: str, manifest_uri: str, profile: str) -> None:
         """Note the dataset as the run's input."""
         with self._translate_errors("log_dataset"):
             from mlflow.entities import Dataset, DatasetInput, InputTag
 
-            dataset = Dataset(
-                name=dataset_id[:12], digest=dataset_id[:36], source_type="s3", source=manifest_uri, profile=profile
-            )
+            dataset = Dataset(name=name, digest=dataset_id[:36], source_type="s3", source=manifest_uri, profile=profile)
             entry = DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
             self._mlflow.log_inputs(mlflow_run_id, datasets=[entry])
 

@@ -171,7 +171,7 @@ class Tuner:
                     return None
                 self._answered.add(event.run_id)
             case RunPrepared():
-                if event.run_id in self._studies.runs:
+                if event.run_id in self._studies.runs and not event.datasets:
                     self._datasets[event.run_id] = event.dataset_id
             case RunCancelling():
                 self._cancelling.add(event.run_id)

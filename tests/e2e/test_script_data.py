@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.support import DONE_S, Stack
+from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
 
@@ -64,8 +65,6 @@ async def found(stack: Stack, run_id: str, tmp_path: Path) -> Any:
 async def test_images_lie_in_the_folders_of_their_classes_and_are_unpacked_once_a_node(
     stack: Stack, tmp_path: Path
 ) -> None:
-    from mlflow import MlflowClient
-
     project = tmp_path / "project"
     project.mkdir()
     pets = {
@@ -88,4 +87,63 @@ async def test_images_lie_in_the_folders_of_their_classes_and_are_unpacked_once_
     )
     again = await found(stack, second, tmp_path)
     assert again == seen
-    del MlflowClient
+
+
+async def test_several_datasets_lie_in_folders_of_their_names_and_stand_in_mlflow(stack: Stack, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    project = tmp_path / "project"
+    project.mkdir()
+    rows = [{"id": number, "x": number / 2 if number % 2 else number, "y": f"row {number}"} for number in range(200)]
+    table = await put(stack, {"rows.jsonl": b"\n".join(json.dumps(row).encode() for row in rows)})
+    texts = await put(stack, {"a.txt": " ".join(map(str, range(20_000))).encode()})
+    run_id = await submit(stack, project, "--data", f"table={table}", "--data", f"corpus={texts}")
+    seen = await found(stack, run_id, tmp_path)
+    assert sorted(seen["files"]) == [
+        f"{name}/{split}/00000.{suffix}"
+        for name, suffix in (("corpus", "txt"), ("table", "parquet"))
+        for split in ("test", "train", "val")
+    ]
+    prepared = await stack.wait_for(run_id, "prepared", DONE_S)
+    assert prepared.datasets.keys() == {"table", "corpus"}
+    assert prepared.datasets["table"].train_samples > 100
+    timeline = await stack.cli("show", run_id)
+    assert all(each.dataset_id[:12] in timeline.text for each in prepared.datasets.values()), timeline.text
+
+    await stack.tracked(run_id)
+    info = read_stack(stack.data_dir)
+    assert info is not None
+    tracked = await stack.wait_for(run_id, "tracked", DONE_S)
+    logged = MlflowClient(info.mlflow_tracking_uri).get_run(tracked.mlflow_run_id)
+    assert {each.dataset.name: each.dataset.digest for each in logged.inputs.dataset_inputs} == {
+        name: each.dataset_id[:36] for name, each in prepared.datasets.items()
+    }
+    assert logged.data.params["dataset_id.table"] == prepared.datasets["table"].dataset_id
+
+
+async def test_a_dataset_that_cannot_be_used_is_named(stack: Stack, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    good = await put(stack, {f"{kind}/{n}.png": image(n) for kind in ("a",) for n in range(40)})
+    broken = await put(stack, {"rows.jsonl": b"no json\n" * 50})
+    run_id = await submit(stack, project, "--data", f"good={good}", "--data", f"bad={broken}")
+    failed = await stack.wait_for(run_id, "failed", DONE_S)
+    assert "dataset 'bad': " in failed.reason
+    refused = await stack.cli(
+        "submit", str(project), "--command", "python look.py", "--data", f"good={good}", "--data", broken
+    )
+    assert refused.code == 2
+    assert "give each a name" in refused.text
+
+
+async def test_a_project_that_has_files_where_its_data_is_to_be_is_told(stack: Stack, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "data").mkdir(parents=True)
+    (project / "data" / "old.txt").write_text("of the last year")
+    source = await put(stack, {f"a/{n}.png": image(n) for n in range(40)})
+    run_id = await submit(stack, project, "--data", source, "--env", "TRAINBUS_DATA_DIR=data")
+    failed = await stack.wait_for(run_id, "failed", DONE_S)
+    assert "the project has 'data', where its data is to be" in failed.reason
+    run_id = await submit(stack, project, "--data", source, "--env", "TRAINBUS_DATA_DIR=/data")
+    failed = await stack.wait_for(run_id, "failed", DONE_S)
+    assert "name a folder below the project" in failed.reason

@@ -276,7 +276,7 @@ async def test_a_crash_at_any_write_changes_nothing(
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         source = open_source(data.source, store)
         result = await IngestionJob(bucket, store, source, decoders, folder, data).run()
-        ingested = ingestion_app.ingested_fact("r1", "r1", result)
+        ingested = ingestion_app.ingested_fact(ingestion_app.SourceWork("r1", result.data, "r1"), result)
         return (await ShardingJob(store, folder, ingested, bucket).run()).dataset_id
 
     async with DecoderPool(1) as decoders:

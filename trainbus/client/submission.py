@@ -155,7 +155,7 @@ def build_request(
     if training:
         body["training"] = {**(body.get("training") or {}), **training}
     if "data" in given:
-        body["data"] = build_data(given["data"], given.get("data_format"), body.get("data"))
+        body |= _build_data_fields(given["data"], given.get("data_format"), body)
     if label_field := given.get("label_field"):
         body["data"] = _label(body.get("data"), label_field)
     try:
@@ -190,6 +190,25 @@ def resolve_source(text: str) -> str:
     if "://" not in text and (path := Path(text)).exists():
         return path.resolve().as_uri()
     raise UsageError(f"there is no data at {text!r}: give s3://bucket/prefix, or a folder or file that is here")
+
+
+def _build_data_fields(
+    data: str | Mapping[str, str], data_format: str | None, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a request that hold its data: ``data``, or ``datasets`` where each has a name.
+
+    Raises:
+        UsageError: there is nothing at a place, or one format is given for several datasets.
+    """
+    if isinstance(data, str):
+        return {"data": build_data(data, data_format, body.get("data")), "datasets": {}}
+    if data_format is not None:
+        raise UsageError(
+            "data_format is that of one dataset; of several each is found by its files, or stands in a request "
+            "(datasets.NAME.format)"
+        )
+    given = body.get("datasets") or {}
+    return {"data": None, "datasets": {name: build_data(each, None, given.get(name)) for name, each in data.items()}}
 
 
 def build_data(text: str, data_format: str | None, given: Any = None) -> dict[str, Any]:

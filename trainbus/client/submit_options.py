@@ -26,7 +26,10 @@ class SubmitOptions(TypedDict, total=False):
     logical_ranks: Annotated[
         int | None, Ge(1), "Exact mode: the same bits on any number of processes up to this; 12 divides well."
     ]
-    data: Annotated[str | None, "s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id."]
+    data: Annotated[
+        str | Mapping[str, str] | None,
+        "s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id; NAME=SOURCE, repeatable, for a command.",
+    ]
     data_format: Annotated[
         str | None, "images, jsonl, csv, parquet, text, tokens, binary, webdataset or mds; default: by the files."
     ]

@@ -6,6 +6,7 @@ import asyncio
 import getpass
 import inspect
 import json
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ MILESTONES = ("accepted", "placed", "started", "completed", "failed", "cancelled
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Awaitable[int | None]])
 
+#: The name of ``--data NAME=SOURCE``.
+DATASET_NAME = re.compile(r"([A-Za-z0-9_-]{1,60})=")
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", help="Data folder of the embedded stack; default: .trainbus here or above."),
@@ -212,6 +215,27 @@ def parse_pair(flag: str, text: str) -> tuple[str, str]:
     if not sign or not name:
         raise UsageError(f"{flag} {text!r}: give it as name=value")
     return name, value
+
+
+def parse_data(texts: Sequence[str]) -> str | dict[str, str] | None:
+    """Return the source of ``--data``, or source by name where each is ``NAME=SOURCE``; None if there is none.
+
+    Raises:
+        UsageError: several are given, and one has no name or that of another.
+    """
+    named = [(text, DATASET_NAME.match(text)) for text in texts]
+    if len(texts) == 1 and (named[0][1] is None or Path(texts[0]).exists()):
+        return texts[0]
+    found: dict[str, str] = {}
+    for text, match in named:
+        if match is None:
+            raise UsageError(
+                f"--data {text!r}: of several give each a name, --data train=s3://lake/a --data extra=s3://lake/b"
+            )
+        if match[1] in found:
+            raise UsageError(f"--data {text!r}: there are two with this name")
+        found[match[1]] = text[match.end() :]
+    return found or None
 
 
 def parse_param(text: str) -> tuple[str, Any]:

@@ -21,6 +21,7 @@ from trainbus.commands.options import (
     command,
     flags_of,
     open_bus,
+    parse_data,
     parse_pair,
     parse_param,
     parse_rank,
@@ -38,6 +39,7 @@ PANEL = "Runs"
 SUBMIT_FLAGS = {
     "request": (Path, "--request"),
     "slots": (str, "--slots"),
+    "data": (list[str], "--data"),
     "data_format": (str, "--format"),
     "init_exclude": (list[str], "--init-exclude"),
     "params": (list[str], "--param"),
@@ -71,6 +73,7 @@ async def submit(
         raise UsageError(f"unexpected {' '.join(context.args)!r}: quote the whole command, --command 'python train.py'")
     options["params"] = dict(map(parse_param, options.get("params") or ()))
     options["env"] = dict(parse_pair("--env", text) for text in options.get("env") or ())
+    options["data"] = parse_data(list(options.get("data") or ()))
     patterns = options.get("metric_patterns") or ()
     options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
     submitted = await client.submit(project, task, **options)

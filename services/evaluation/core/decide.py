@@ -6,7 +6,8 @@ an event that comes twice, changes nothing: what is done already is in the facts
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -44,6 +45,8 @@ class RequestEvaluation:
     #: What the two are compared by.
     metric: str | None = None
     mode: Mode | None = None
+    #: By name, where the data has names; ``dataset_id`` then stands for all of them.
+    dataset_ids: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
         spec.priority,
         spec.evaluation.metric,
         spec.evaluation.mode,
+        candidate.dataset_ids,
     )
     outcome, steps = _measure(state, source, own)
     if outcome is not None and outcome.error:
@@ -258,7 +262,8 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             command=_choose_command(trained),
             metric_patterns=trained.metric_patterns,
             env=trained.env,
-            data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
+            data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id and not step.dataset_ids else None,
+            datasets={name: DatasetRef(dataset_id=each) for name, each in step.dataset_ids.items()},
             training=trained.training,
             evaluate=EvaluationTarget(
                 run_id=step.target_run_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from contracts.base import Event
@@ -61,6 +62,8 @@ class Candidate:
     run_id: str
     spec: RunSpec
     dataset_id: str | None = None
+    #: By name, where the run's data has names; ``dataset_id`` then stands for all of them.
+    dataset_ids: Mapping[str, str] = field(default_factory=dict)
     #: The last one.
     checkpoint: CheckpointRef | None = None
     #: Those that retention has not deleted, in stream order.
@@ -131,7 +134,8 @@ class State:
                 elif spec.evaluation is not None and spec.model is not None:
                     self.open.setdefault(run_id, Candidate(run_id, spec))
             case RunPrepared():
-                self._change(event.run_id, dataset_id=event.dataset_id)
+                named = {name: each.dataset_id for name, each in event.datasets.items()}
+                self._change(event.run_id, dataset_id=event.identity, dataset_ids=named)
             case RunCompleted():
                 self._change(event.run_id, checkpoint=event.checkpoint, completed=envelope)
                 self._record_outcome(event.run_id, Outcome(dict(event.metrics), event.artifacts))

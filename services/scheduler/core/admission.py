@@ -42,10 +42,13 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
         for field, uri in (("resume_from", spec.resume_from), ("init_from", spec.init_from))
         if uri is not None and uri not in cluster.checkpoints
     ]
-    if spec.kind == "evaluate" and isinstance(spec.data, DataSource):
-        problems.append(
-            FieldProblem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
-        )
+    if spec.kind == "evaluate":
+        named = {"data": spec.data, **{f"datasets.{name}": data for name, data in spec.datasets.items()}}
+        problems += [
+            FieldProblem(field=field, message=f"an evaluation measures an existing dataset: give {field}.dataset_id")
+            for field, data in named.items()
+            if isinstance(data, DataSource)
+        ]
     if spec.command is not None and (problem := describe_launcher(spec.command, spec.slots.max)):
         problems.append(FieldProblem(field="command", message=problem))
     size = len(spec.model_dump_json(exclude_defaults=True).encode())

@@ -185,7 +185,7 @@ def _accepted(
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
     cluster.unqueued[fact.run_id] = None
-    accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
+    accepted.phase = Phase.PREPARING if fact.spec.needs_data else Phase.READY
     cluster.phases[accepted.phase] += 1
 
 

@@ -120,8 +120,11 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         found["trainbus.code.sha256"] = spec.code.sha256
         found["trainbus.code.uri"] = spec.code.uri
     if run.prepared is not None:
-        found["trainbus.dataset_id"] = run.prepared.dataset_id
-        found["trainbus.dataset_manifest"] = run.prepared.manifest_uri
+        found["trainbus.dataset_id"] = run.prepared.identity
+        if not run.prepared.datasets:
+            found["trainbus.dataset_manifest"] = run.prepared.manifest_uri
+        for name, dataset in run.prepared.datasets.items():
+            found[f"trainbus.dataset_manifest.{name}"] = dataset.manifest_uri
     if placement := run.placements.get(generation):
         placed = placement.fact
         found["trainbus.generation"] = placed.generation
@@ -187,7 +190,7 @@ def model_tags(run: Run, checkpoint_uri: str) -> dict[str, str]:
         if value := hashes.get(checkpoint_uri):
             found[f"trainbus.{name}"] = value
     if run.prepared is not None:
-        found["trainbus.dataset_id"] = run.prepared.dataset_id
+        found["trainbus.dataset_id"] = run.prepared.identity
     return found
 
 

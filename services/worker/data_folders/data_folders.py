@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from contracts.datasets import SPLITS
-from contracts.events.run import RunPrepared
+from contracts.events.run import PreparedDataset
 from services.kit.bus import TransientError
 from services.kit.concurrency import run_in_thread
 from services.kit.workdir import Workdir
@@ -38,7 +38,7 @@ class DataFolders:
         """``workdir`` is on the file system of the trees."""
         self._cache, self._trees, self._workdir = cache, trees, workdir
 
-    async def fetch(self, dataset: RunPrepared, pins: CachePins) -> None:
+    async def fetch(self, dataset: PreparedDataset, pins: CachePins) -> None:
         """Have a dataset's files on this node until the pins are released.
 
         Raises:
@@ -55,7 +55,7 @@ class DataFolders:
             await self._make(dataset)
         await run_in_thread(self._cache.evict)
 
-    async def lay_out(self, dataset: RunPrepared, folder: Path, pins: CachePins) -> None:
+    async def lay_out(self, dataset: PreparedDataset, folder: Path, pins: CachePins) -> None:
         """Make ``folder`` one with the dataset's files, which ``fetch`` has fetched; errors as there."""
         for is_last in (False, True):
             try:
@@ -75,7 +75,7 @@ class DataFolders:
             raise DamagedTreeError("it is gone")
         self._trees.link(name, record, folder)
 
-    async def _make(self, dataset: RunPrepared) -> None:
+    async def _make(self, dataset: PreparedDataset) -> None:
         with self._workdir.temporary(f"{dataset.dataset_id[:12]}-") as work:
             source, target = Path(work) / "dataset", Path(work) / "files"
             target.mkdir()

@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 #: Seconds until a failed write to the bus is repeated.
 RETRY_S = 0.1
+#: Datasets of a run that are fetched at a time.
+FETCHED_DATASETS = 2
 #: Seconds after which a node says whom it waits for.
 SAID_AFTER_S = 5.0
 
@@ -229,7 +231,9 @@ async def _fetch_dataset(
 ) -> DatasetView | None:
     """Fetch the data of a command, as plain files; open that of a Task."""
     if placed.dataset is not None and is_command(placed.spec):
-        await context.data_folders.fetch(placed.dataset, pins)
+        await gather_limited(
+            (context.data_folders.fetch(each, pins) for each in placed.dataset.by_name.values()), limit=FETCHED_DATASETS
+        )
     return await open_dataset(context, placed, member, folder, pins)
 
 
@@ -266,7 +270,8 @@ async def _lay_out_data(
             f"the project has {str(target.relative_to(code))!r}, where its data is to be: name another "
             f"folder in {DATA_DIR_VARIABLE}, or leave it out of the package (.gitignore)"
         )
-    await context.data_folders.lay_out(placed.dataset, target, pins)
+    for name, dataset in placed.dataset.by_name.items():
+        await context.data_folders.lay_out(dataset, target / name, pins)
     return target
 
 

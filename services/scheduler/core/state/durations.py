@@ -65,8 +65,8 @@ class RunKind:
 
 def run_kind_of(spec: RunSpec) -> RunKind:
     """The kind of a run that was asked for like this."""
-    data = spec.data
-    dataset = "" if data is None else data.dataset_id if isinstance(data, DatasetRef) else str(data.source)
+    named = [data for _, data in sorted(spec.datasets.items())] if spec.data is None else [spec.data]
+    dataset = ",".join(each.dataset_id if isinstance(each, DatasetRef) else str(each.source) for each in named)
     task = spec.task or DIGITS.sub("#", spec.name)
     return _kind(spec.user or "", spec.team or "", f"{spec.kind}:{task}", dataset, spec.slots.min)
 

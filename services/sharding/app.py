@@ -97,9 +97,9 @@ class Sharding:
                     dataset = await find_dataset(self._objects, self._settings.bucket_datasets, data.dataset_id)
                 else:
                     dataset = await self._find_made(run_ingestion_id(accepted.run_id, name or None))
-            except ObjectNotFound as error:
-                field = f"datasets.{name}" if name else "data"
-                reason = f"{error}: there is no such dataset: check {field}.dataset_id, or give the source to ingest"
+            except ObjectNotFound:
+                field, data_id = (f"datasets.{name}" if name else "data"), getattr(data, "dataset_id", "")
+                reason = f"there is no dataset {data_id}: check {field}.dataset_id, or give the source to ingest"
                 return await self._publish(RunPrepareFailed(run_id=accepted.run_id, reason=reason), received)
             except ValueError as error:
                 return await self._publish(RunPrepareFailed(run_id=accepted.run_id, reason=str(error)), received)

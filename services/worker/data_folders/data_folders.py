@@ -52,7 +52,7 @@ class DataFolders:
                 metrics.CACHE_LOOKUPS.labels("hit").inc()
                 return
             metrics.CACHE_LOOKUPS.labels("miss").inc()
-            await self._make(dataset)
+            await self._make_tree(dataset)
         await run_in_thread(self._cache.evict)
 
     async def lay_out(self, dataset: PreparedDataset, folder: Path, pins: CachePins) -> None:
@@ -75,7 +75,7 @@ class DataFolders:
             raise DamagedTreeError("it is gone")
         self._trees.link(name, record, folder)
 
-    async def _make(self, dataset: PreparedDataset) -> None:
+    async def _make_tree(self, dataset: PreparedDataset) -> None:
         with self._workdir.temporary(f"{dataset.dataset_id[:12]}-") as work:
             source, target = Path(work) / "dataset", Path(work) / "files"
             target.mkdir()

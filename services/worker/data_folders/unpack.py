@@ -41,8 +41,8 @@ FLAT_SUFFIXES = {"text": "txt", "tokens": "bin"}
 
 
 @dataclass
-class Unpacked:
-    """What was written."""
+class FileCount:
+    """How much was written."""
 
     files: int = 0
     size_bytes: int = 0
@@ -54,7 +54,7 @@ class Unpacked:
         self.size_bytes += path.stat().st_size
 
 
-def unpack_dataset(dataset: Path, target: Path) -> Unpacked:
+def unpack_dataset(dataset: Path, target: Path) -> FileCount:
     """Write the files of every split that has samples.
 
     Raises:
@@ -62,20 +62,20 @@ def unpack_dataset(dataset: Path, target: Path) -> Unpacked:
         OSError: there is no room.
     """
     manifest = Manifest.model_validate_json((dataset / "manifest.json").read_bytes())
-    unpacked = Unpacked()
+    written = FileCount()
     schema = _merge_schemas(dataset, manifest)
     for split, folder in SPLIT_FOLDERS.items():
         for number, shard in enumerate(manifest.splits[split].shards if split in manifest.splits else ()):
             below = target / folder
             below.mkdir(parents=True, exist_ok=True)
             if suffix := FLAT_SUFFIXES.get(manifest.format):
-                unpacked.add(_copy(dataset / shard.path, below / f"{number:05d}.{suffix}"))
+                written.add(_copy(dataset / shard.path, below / f"{number:05d}.{suffix}"))
             elif schema is not None:
-                unpacked.add(_write_rows(dataset, shard, schema, below / f"{number:05d}.parquet"))
+                written.add(_write_rows(dataset, shard, schema, below / f"{number:05d}.parquet"))
             else:
                 for path in _write_samples(dataset, shard, manifest.classes, below):
-                    unpacked.add(path)
-    return unpacked
+                    written.add(path)
+    return written
 
 
 def _copy(source: Path, path: Path) -> Path:
@@ -166,11 +166,11 @@ def _open_shard(dataset: Path, shard: ShardFile) -> Iterator[tuple[shard_index.S
 def main() -> None:
     os.nice(int(sys.argv[3]))
     try:
-        unpacked = unpack_dataset(Path(sys.argv[1]), Path(sys.argv[2]))
+        written = unpack_dataset(Path(sys.argv[1]), Path(sys.argv[2]))
     except (ValueError, polars.exceptions.ComputeError) as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_INVALID)
-    print(json.dumps({"files": unpacked.files, "size_bytes": unpacked.size_bytes}))
+    print(json.dumps({"files": written.files, "size_bytes": written.size_bytes}))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TESTABLE := .venv/.testable
 TRITON := .venv/.triton
+VISION := .venv/.vision
 TEST_LOCKS := requirements.lock requirements-deepspeed.lock requirements-integrations.lock requirements-browser.lock
 
-.PHONY: run check test fuzz lint install testable triton deepspeed integrations browser lock up clean help
+.PHONY: run check test fuzz lint install testable triton vision deepspeed integrations browser lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +48,7 @@ lint: $(INSTALLED)
 install: $(INSTALLED)
 testable: $(TESTABLE)
 triton: $(TRITON)
+vision: $(VISION)
 # One environment has every extra.
 deepspeed integrations browser: testable
 
@@ -72,6 +74,13 @@ $(TRITON): $(TESTABLE) requirements-triton.lock
 	.venv/triton/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-triton.lock
 	@touch $@
 
+# In a folder of its own: other libraries import torchvision where they find it, and its wheel needs torch for GPUs.
+$(VISION): $(TESTABLE) requirements-vision.lock
+	rm -rf .venv/vision
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target .venv/vision \
+		-r requirements-vision.lock
+	@touch $@
+
 # The newest versions that pyproject.toml allows, in an environment of their own; then the lock files from them.
 lock:
 	rm -rf build/lock
@@ -81,6 +90,7 @@ lock:
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build/lock/bin/python -m pip install --quiet --no-build-isolation -e .[deepspeed]
 	build/lock/bin/python -m pip install --quiet -e .[integrations]
 	build/lock/bin/python -m pip install --quiet -e .[browser]
+	build/lock/bin/python -m pip install --quiet -e .[vision]
 	build/lock/bin/python .ci/lock.py
 	$(PYTHON) -m venv build/lock/triton
 	build/lock/triton/bin/python -m pip install --quiet "tritonclient[http]"

@@ -21,6 +21,8 @@ BUILD = ["setuptools", "wheel"]
 #: torch names these for Linux with a GPU, each build its own; the lock must fit them all. What
 #: pyproject.toml itself names stays (nvidia-ml-py is one file of Python).
 LEFT_OUT = ("nvidia-", "cuda-", "triton")
+#: The headless build is named instead: this one needs a display's libraries.
+UNWANTED = ("opencv-python",)
 #: pyproject.toml's ``all`` names its own extra.
 SELF = "trainbus"
 
@@ -37,7 +39,7 @@ def closure(roots: list[str]) -> dict[str, str]:
         # Each extra brings requirements of its own; "" are those without any.
         fresh = [extra for extra in ("", *sorted(wanted.extras)) if (name, extra) not in seen]
         seen.update((name, extra) for extra in fresh)
-        if not fresh or (name.startswith(LEFT_OUT) and name not in named):
+        if not fresh or name in UNWANTED or (name.startswith(LEFT_OUT) and name not in named):
             continue
         distribution = importlib.metadata.distribution(name)
         found[name] = Version(distribution.version).public
@@ -66,7 +68,7 @@ def main() -> None:
     write(root / "requirements.lock", "Everything that trainbus and its tests need.", main_pins)
     # The servers of the embedded stack run in containers of their own there.
     write(root / "requirements-image.lock", "What services and workers in containers need.", closure([*BUILD, *run]))
-    for extra in ("deepspeed", "integrations", "browser"):
+    for extra in ("deepspeed", "integrations", "browser", "vision"):
         pins = {name: pin for name, pin in closure(extras[extra]).items() if name not in main_pins}
         write(root / f"requirements-{extra}.lock", "The optional extra: on top of requirements.lock.", pins)
 

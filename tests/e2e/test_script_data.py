@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.e2e.support import DONE_S, Stack
 from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 #: Writes what it finds into its output folder, writes beside the data, and tries to write into it.
 SCRIPT = """
@@ -147,3 +150,65 @@ async def test_a_project_that_has_files_where_its_data_is_to_be_is_told(stack: S
     run_id = await submit(stack, project, "--data", source, "--env", "TRAINBUS_DATA_DIR=/data")
     failed = await stack.wait_for(run_id, "failed", DONE_S)
     assert "name a folder below the project" in failed.reason
+
+
+@pytest.fixture
+def vision(tmp_path: Path) -> str:
+    """The path of torchvision and Ultralytics for a script, on a node whose torch is the CPU build.
+
+    torchvision's wheel on PyPI needs torch for GPUs: without it these two operators, which no classifier uses, are
+    unknown, and torchvision cannot be imported.
+    """
+    folder = Path(sys.prefix) / "vision"
+    assert folder.is_dir(), "run `make vision`"
+    (tmp_path / "operators").mkdir()
+    (tmp_path / "operators" / "sitecustomize.py").write_text(OPERATORS)
+    return f"{tmp_path / 'operators'}:{folder}"
+
+
+OPERATORS = """
+import torch
+
+if not torch.cuda.is_available():
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def drawing(kind: int, number: int) -> bytes:
+    """A yellow square on black, or on a ground that is as bright."""
+    picture = Image.new("RGB", (32, 32), ((0, 0, number), (200, number, 255))[kind])
+    picture.paste((255, 255, number), (8, 8, 24, 24))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.needs("vision")
+async def test_mobilenet_is_fine_tuned_on_class_folders(stack: Stack, tmp_path: Path, vision: str) -> None:
+    source = await put(stack, {f"{'ab'[kind]}/{n}.png": drawing(kind, n) for kind in (0, 1) for n in range(60)})
+    done = await stack.cli(
+        *("submit", str(EXAMPLES / "torchvision"), "--command", "python train.py --epochs 2 --size 32"),
+        *("--data", source, "--env", "TRAINBUS_DATA_DIR=data", "--env", "TRAINBUS_OUTPUT_DIR=out"),
+        *("--env", f"PYTHONPATH={vision}", "--metric-pattern", "loss=loss=([0-9.]+)"),
+    )
+    assert done.code == 0, done.text
+    completed = await stack.wait_for(done.out.split()[0], "completed", DONE_S)
+    assert 0 < completed.metrics["loss"] < 0.7
+    fetched = await stack.cli("fetch", completed.run_id, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "last.pt").stat().st_size > 1_000_000, fetched.text
+
+
+@pytest.mark.needs("vision")
+async def test_yolo_trains_a_classifier_from_its_yaml(stack: Stack, tmp_path: Path, vision: str) -> None:
+    source = await put(stack, {f"{'ab'[kind]}/{n}.png": drawing(kind, n) for kind in (0, 1) for n in range(60)})
+    done = await stack.cli(
+        *("submit", str(EXAMPLES / "ultralytics"), "--command", "python train.py 1 32", "--data", source),
+        *("--env", "TRAINBUS_DATA_DIR=data", "--env", "TRAINBUS_OUTPUT_DIR=runs", "--env", f"PYTHONPATH={vision}"),
+        # Nothing is downloaded or reported.
+        *("--env", "YOLO_OFFLINE=true", "--env", f"YOLO_CONFIG_DIR={tmp_path}"),
+    )
+    assert done.code == 0, done.text
+    await stack.wait_for(done.out.split()[0], "completed", DONE_S)
+    fetched = await stack.cli("fetch", done.out.split()[0], str(tmp_path / "runs"))
+    assert list((tmp_path / "runs").rglob("weights/best.pt")), fetched.text

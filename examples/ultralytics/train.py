@@ -1,0 +1,9 @@
+"""Train a YOLO classifier from its description, as Ultralytics' documentation does. It knows nothing of trainbus."""
+
+import sys
+
+from ultralytics import YOLO
+
+epochs, size = (int(value) for value in (sys.argv[1:] or ("10", "224")))
+model = YOLO("yolo11n-cls.yaml")
+model.train(data="data", epochs=epochs, imgsz=size)

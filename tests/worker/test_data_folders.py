@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import polars
 import psutil
 import pytest
 
+from contracts.base import short_hash
+from contracts.datasets import Manifest, SplitFiles
 from contracts.events.run import PreparedDataset
+from contracts.spec.data import Split
 from loadtest.data.stored import Stored, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
@@ -19,6 +25,8 @@ from services.kit.workdir import Workdir
 from services.worker.cache.node_cache import CacheError, NodeCache
 from services.worker.core.plain_paths import class_folder, sample_paths
 from services.worker.data_folders.data_folders import DataFolders
+from services.worker.data_folders.unpack import unpack_dataset
+from tests.data.shards import Samples, write_tar
 from tests.kit.support import until
 
 
@@ -42,6 +50,59 @@ def test_a_class_is_a_folder_whatever_its_name(label: str, folder: str) -> None:
 )
 def test_a_sample_lies_in_the_folder_of_its_class(key: str, label: str | None, path: str) -> None:
     assert sample_paths(key, label, ["png"]) == {"png": PurePosixPath(path)}
+
+
+def write_dataset(
+    folder: Path, data_format: str, splits: dict[str, list[Samples]], classes: tuple[str, ...] = ()
+) -> None:
+    """Write a dataset of archives, one a list of samples."""
+    files = {
+        split: tuple(write_tar(folder, f"{split}/shard-{number:05d}", each) for number, each in enumerate(shards))
+        for split, shards in splits.items()
+    }
+    manifest = Manifest(
+        format=data_format,
+        source="made",
+        fingerprint="0" * 64,
+        split=Split(),
+        split_config_hash="0" * 64,
+        classes=classes,
+        splits={
+            split: SplitFiles(samples=sum(each.samples for each in shards), shards=shards)
+            for split, shards in files.items()
+        },
+    )
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+
+
+def test_rows_of_all_shards_have_one_schema(tmp_path: Path) -> None:
+    rows: list[list[dict[str, Any]]] = [[{"a": 1, "b": None}], [{"a": 2.5, "b": "2020-01-01", "c": {"d": [1]}}]]
+    shards = [[(f"{n}", {"json": json.dumps(row).encode()}) for n, row in enumerate(shard)] for shard in rows]
+    write_dataset(tmp_path / "dataset", "jsonl", {"train": shards, "validation": shards[:1], "test": []})
+    written = unpack_dataset(tmp_path / "dataset", tmp_path / "files")
+    assert written.files == 3
+    tables = [polars.read_parquet(path) for path in sorted((tmp_path / "files").rglob("*.parquet"))]
+    assert len({str(table.schema) for table in tables}) == 1
+    assert tables[0].to_dicts() == [{"a": 1.0, "b": None, "c": None}]
+    assert tables[1].to_dicts() == [{"a": 2.5, "b": "2020-01-01", "c": {"d": [1]}}]
+
+
+def test_every_class_has_a_folder_in_every_split_and_no_sample_replaces_another(tmp_path: Path) -> None:
+    # Of these two one is named by its folder and one by a table of labels.
+    train: Samples = [("x/cat/1", {"png": b"in a folder", "cls": b"0"}), ("x/1", {"png": b"in a table", "cls": b"0"})]
+    test: Samples = [("dog/2", {"png": b"a dog", "json": b"{}", "cls": b"1"})]
+    splits = {"train": [train], "validation": [], "test": [test]}
+    write_dataset(tmp_path / "dataset", "images", splits, ("cat", "dog"))
+    unpack_dataset(tmp_path / "dataset", tmp_path / "files")
+    files = sorted(path for path in (tmp_path / "files").rglob("*") if path.is_file())
+    assert {str(path.relative_to(tmp_path / "files")): path.read_bytes() for path in files} == {
+        "train/cat/x/1.png": b"in a folder",
+        f"train/cat/x/1-{short_hash('x/1')}.png": b"in a table",
+        "test/dog/2.png": b"a dog",
+        "test/dog/2.json": b"{}",
+    }
+    assert (tmp_path / "files" / "test" / "cat").is_dir()
+    assert not (tmp_path / "files" / "val").exists()
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 import polars
 
 from contracts import shard_index
+from contracts.base import short_hash
 from contracts.datasets import Manifest
 from contracts.events.dataset import ShardFile
 from services.worker.core.plain_paths import (
@@ -135,8 +136,7 @@ def _write_samples(dataset: Path, shard: ShardFile, classes: Sequence[str], fold
                     made.add(path.parent)
                 if path.exists():
                     # Two keys that differ in nothing but the folder of their class.
-                    path = _below(folder, PurePosixPath(name.parts[0], f"{key}.{extension}"))
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path = path.with_stem(f"{path.stem}-{short_hash(key)}")
                 yield _write(path, fields[extension])
 
 

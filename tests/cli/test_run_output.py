@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -41,13 +42,14 @@ from tests.lives import supported
 from trainbus import AsyncClient
 from trainbus.client import connection, runs
 from trainbus.client.address import StackAddress
-from trainbus.client.errors import NotFoundError, RunFailedError, UsageError
+from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.run_filter import RunFilter
 from trainbus.client.runs import FollowedRun, follow_output
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
 from trainbus.commands import run_output, run_tables
 from trainbus.commands.options import parse_rank
+from trainbus.commands.run_failure import MAX_HELD_S, HeldOutput
 from trainbus.commands.run_output import ProgressLines, format_progress, format_rate, print_run
 from trainbus.commands.run_wait import EXIT_MISSED, EXIT_REACHED, EXIT_TIMED_OUT, wait_for_runs
 from trainbus.commands.times import parse_since
@@ -162,7 +164,7 @@ async def test_the_preparation_of_the_data_is_printed(
     ingested = DatasetIngestFailed(ingestion_id=RUN, run_id=RUN, reason="no usable data")
     await bus.publish(ingested)
     await bus.publish(RunFailed(run_id=RUN, reason="no usable data"))
-    with pytest.raises(RunFailedError):
+    with pytest.raises(TrainbusError):
         await print_run(client, RUN)
     lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line.startswith("data: ")] == [
@@ -170,13 +172,77 @@ async def test_the_preparation_of_the_data_is_printed(
         "data: validating 10 of 400, 38 records/s, 10 s left",
         "data: sharding 1",
     ]
-    assert "data cannot be read: no usable data" in lines
+    assert lines[-2:] == ["data cannot be read: no usable data", "failed"]
 
 
-async def test_a_run_that_fails_is_an_error(client: AsyncClient, bus: Bus) -> None:
-    await publish(bus, accepted(), RunFailed(run_id=RUN, reason="it broke"))
-    with pytest.raises(RunFailedError, match="it broke"):
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "/lib/trainbus/ranks/rank.py", line 86, in run',
+    "    outcome = trainer.fit()",
+    '  File "/runs/r1/g1/code/task.py", line 20, in loss',
+    "    return row[name]",
+    '  File "/lib/torch/nn/linear.py", line 134, in forward',
+    "    return F.linear(input)",
+    "KeyError: 'f0'",
+)
+SHORT_TRACEBACK = (TRACEBACK[0], '  File "task.py", line 20, in loss', "    return row[name]", "KeyError: 'f0'")
+REASON = "KeyError: 'f0' (task.py:20, in loss)"
+
+
+def broken(generation: int, tail: tuple[str, ...] = SHORT_TRACEBACK) -> RunExited:
+    return RunExited(
+        run_id=RUN, generation=generation, node_id="a", outcome="failed", rank=0, reason=REASON, log_tail=tail
+    )
+
+
+async def test_a_failure_is_told_once_in_the_projects_lines(
+    client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = RunLog(run_id=RUN, generation=2, rank=0, offset=0, lines=("loss 2", *TRACEBACK))
+    await publish(bus, accepted(), placed(), output(0, "loss 1", *TRACEBACK[:3]), output(9, *TRACEBACK[3:]), broken(1))
+    await publish(bus, placed(2), again, broken(2))
+    await publish(bus, RunFailed(run_id=RUN, generation=2, reason=f"{REASON}; after 2 attempts (twice the same)"))
+    with pytest.raises(TrainbusError, match="trainbus logs r1") as failed:
         await print_run(client, RUN)
+    assert "KeyError" not in str(failed.value)
+    shown = re.sub(r"^\d\d:\d\d:\d\d ", "", capsys.readouterr().out, flags=re.MULTILINE).splitlines()
+    assert (
+        [line for line in shown if not line.startswith(("accepted", "queued", "placed"))]
+        == [
+            "loss 1",
+            "loss 2",  # it is followed late: all output is there
+            *SHORT_TRACEBACK[1:3],
+            f"failed on a (rank 0): {REASON}",
+            "failed on a in the same way",
+            "failed after 2 attempts (twice the same)",
+        ]
+    )
+
+
+async def test_a_traceback_that_did_not_end_the_run_is_printed_as_it_is(
+    client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await publish(bus, accepted(), placed(), output(0, *TRACEBACK, "and on"), EXITED, COMPLETED)
+    await print_run(client, RUN)
+    assert "\n".join([*TRACEBACK, "and on"]) in capsys.readouterr().out
+
+
+def test_a_traceback_waits_for_its_fact_no_longer_than_a_few_seconds() -> None:
+    now = 0.0
+    held = HeldOutput(lambda: now)
+    assert [held.add(0, line) for line in ("one", TRACEBACK[0], "two")] == [["one"], [], []]
+    assert held.add(1, "another rank's") == ["another rank's"]
+    assert list(held.poll()) == []
+    now = MAX_HELD_S + 1
+    assert list(held.poll()) == [(0, [TRACEBACK[0], "two"])]
+    assert held.add(0, "three") == ["three"]
+
+
+def test_what_a_rank_prints_because_a_peer_is_gone_is_no_news() -> None:
+    held = HeldOutput(lambda: 0.0)
+    for line in (*TRACEBACK[:-1], "RuntimeError: Connection closed by peer [127.0.0.1]:31000", "bye"):
+        held.add(0, line)
+    assert list(held.release(REASON)) == [(0, ["bye"])]
 
 
 def test_there_is_a_line_an_epoch_and_one_every_ten_seconds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,29 @@ async def test_what_is_no_request_at_all_is_answered_with_the_reason(stack: Stac
     assert reason in (await stack.wait_for(run_id, "rejected", SECONDS)).reason
     run_id = await stack.publish(HELLO)
     await stack.wait_for(run_id, "completed", SECONDS)
+
+
+SCRIPT = """
+def load(row):
+    return row["f0"]
+
+
+print("loss 0.5")
+load({})
+"""
+
+
+async def test_a_follower_is_told_a_failure_once_and_in_the_projects_lines(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ("submit", str(tmp_path), "--name", "broken", "--command", "python train.py", "--follow")
+    done = await stack.cli(*command)
+    assert done.code == 1
+    told = done.out + done.err
+    assert told.count("KeyError") == 1
+    assert 'File "train.py", line 3, in load\n    return row["f0"]' in done.out
+    assert told.count('File "') == 2
+    assert "trainbus logs" in done.err.splitlines()[-1]
+    why = (await stack.cli("why", "broken")).out
+    assert "KeyError: 'f0' (train.py:3, in load)" in why
+    assert 'File "train.py", line 7' in why
+    assert "Traceback (most recent call last):" in (await stack.cli("logs", "broken")).out

@@ -7,17 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contracts.events.dataset import DatasetProgress
 from contracts.events.run import RunLog, RunProgress
 from contracts.formats import format_duration
-from contracts.texts import describe_milestone
-from trainbus.client.errors import RunFailedError
+from trainbus.client.errors import TrainbusError
 from trainbus.client.run_list import explain_requested
 from trainbus.client.runs import ENDS, follow_output
 from trainbus.client.views import RunView
 from trainbus.commands import render
+from trainbus.commands.run_failure import HeldOutput, ToldFailure, describe_next_step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ async def print_run(client: AsyncClient, run_id: str, rank: int | None = 0, *, s
     """Print a run until it has ended and its verdict is out. Ctrl-C leaves it alone and prints how to go on.
 
     Raises:
-        RunFailedError: it did not complete.
+        TrainbusError: it did not complete. Its reason is printed; the error has what to do next.
     """
     printer = RunPrinter(render.console(stderr), has_many_ranks=rank is None)
     view = RunView(run_id)
@@ -60,7 +60,7 @@ async def print_run(client: AsyncClient, run_id: str, rank: int | None = 0, *, s
             print(describe_departure(run_id), file=sys.stderr, flush=True)
         raise
     if view.state != "completed":
-        raise RunFailedError(run_id, view.state, view.reason)
+        raise TrainbusError(describe_next_step(view))
 
 
 def describe_departure(run_id: str) -> str:
@@ -81,6 +81,7 @@ class RunPrinter:
     ) -> None:
         self._console, self._has_many_ranks, self._clock = console, has_many_ranks, clock
         self._progress = ProgressLines(clock)
+        self._held, self._told_failure = HeldOutput(clock), ToldFailure()
         self._phase, self._phase_printed_at = "", 0.0
 
     def print_batch(self, view: RunView, batch: Iterable[StoredEvent]) -> None:
@@ -94,11 +95,21 @@ class RunPrinter:
                     self.print_moment(self._progress.add(view))
             elif isinstance(event, DatasetProgress):
                 self._print_preparation(event)
-            elif text := describe_milestone(event):
-                if isinstance(event, ENDS):
-                    self.print_moment(self._progress.flush())
-                self.print_moment(text, f"{message.time:%H:%M:%S}")
+            else:
+                self._print_fact(event, f"{message.time:%H:%M:%S}")
+        for rank, lines in self._held.poll():
+            self._print_lines(rank, lines)
         self.print_moment(self._progress.poll())
+
+    def _print_fact(self, event: Any, moment: str) -> None:
+        """Print a fact, and before one that ends the ranks what waits to be printed."""
+        traceback, text = self._told_failure.describe(event)
+        if isinstance(event, ENDS):
+            self.print_moment(self._progress.flush())
+            for rank, lines in self._held.release(getattr(event, "reason", "")):
+                self._print_lines(rank, lines)
+        self._print_lines(getattr(event, "rank", None), traceback)
+        self.print_moment(text, moment)
 
     def _print_preparation(self, event: DatasetProgress) -> None:
         """Print how far the data is: each phase once, and every ten seconds."""
@@ -115,12 +126,15 @@ class RunPrinter:
             self._console.file.flush()
 
     def _print_output(self, event: RunLog) -> None:
-        rank = f"[{event.rank}] " if self._has_many_ranks else ""
         for line in event.lines:
             # A progress bar writes its states one over the other: the last one stands.
-            shown = rank + render.visible(line.rstrip("\r").rpartition("\r")[2])
-            self._console.print(shown, markup=False, soft_wrap=True)
+            self._print_lines(event.rank, self._held.add(event.rank, line.rstrip("\r").rpartition("\r")[2]))
         self._console.file.flush()
+
+    def _print_lines(self, rank: int | None, lines: Iterable[str]) -> None:
+        head = f"[{rank}] " if self._has_many_ranks and rank is not None else ""
+        for line in lines:
+            self._console.print(head + render.visible(line), markup=False, soft_wrap=True)
 
 
 class ProgressLines:

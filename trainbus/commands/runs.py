@@ -206,6 +206,11 @@ async def why(
     verb = "" if found.state in TERMINAL_STATES else "is "
     head = f"{found.run_id} ({render.escape(found.name)}) {verb}{render.state(found.state)}"
     render.console().print(f"{head}: {render.escape(found.reason)}", soft_wrap=True)
+    if found.state == "failed":
+        from contracts.tracebacks import find_failure_lines
+
+        for line in find_failure_lines((await client.run(found.run_id)).log_tail, found.reason):
+            render.console().print(render.visible(line), markup=False, soft_wrap=True)
     print_wait(found.details)
     if found.unanswered:
         print("(from the log: the scheduler does not answer; `trainbus doctor` shows what is wrong)", file=sys.stderr)

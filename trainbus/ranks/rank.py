@@ -27,6 +27,7 @@ from contracts.ranks import (
     StartedLine,
     is_about_lost_peer,
 )
+from contracts.tracebacks import FAILURE_PREFIX
 from trainbus.agent_link.channels import AgentLink, Control, Journal
 from trainbus.agent_link.process_exit import hard_exit
 from trainbus.data.batch_timings import BatchTimings
@@ -226,12 +227,12 @@ def _write_stacks_on_signal(path: Path) -> None:
 def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
     if isinstance(error, EXPLAINED):
         text = str(error)
+        print(f"{FAILURE_PREFIX}{text}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
         text = describe(error, launch.code_folder)
         if is_about_lost_peer(text):
             text = f"lost contact with another rank of this run, which says why: {text}"
-    print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
     return EndedLine(
         time=time.time(),
         outcome="failed",

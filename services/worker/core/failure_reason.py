@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from contracts.tracebacks import Traceback, find_last_traceback, relative_path, strip_rank
 from services.worker.core.rank_exits import describe_exit
 
 #: Exit codes of a shell that could not run a program: it is not executable, or there is none.
@@ -18,10 +19,6 @@ PERMANENT_EXCEPTIONS = frozenset(
 )
 MAX_CHARS = 1000
 
-#: torch's excepthook, and torchrun, put the rank before each line.
-_RANK_PREFIX = re.compile(r"^\[(?:rank|default)?\d+\]:\s?")
-_EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*)|:?)$")
-_FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 #: The wrapper's own complaint about a program: "sh: 1: train: not found", "sh: line 1: ./t.sh: Permission denied".
 _SHELL_COMPLAINT = re.compile(r"^(?:/bin/)?(?:sh|bash|dash): (?:line )?\d+: (?:exec: )?(?P<program>.+?): [A-Za-z ]+$")
 #: What stands below a program's own last words when it aborts: a shell that waits for it names the signal.
@@ -42,36 +39,21 @@ class FailureReason:
     is_permanent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Traceback:
-    name: str
-    text: str
-    #: (file, line, function), the innermost last.
-    frames: tuple[tuple[str, str, str], ...]
-    #: The number of lines up to its end.
-    ends_at: int
-
-    @property
-    def is_permanent(self) -> bool:
-        """Whether no other attempt can change it."""
-        return self.name.rpartition(".")[2] in PERMANENT_EXCEPTIONS
-
-
 def explain_exit(
     code: int, lines: Sequence[str], command: Sequence[str] = (), code_folder: PurePath | None = None
 ) -> FailureReason:
     """Return why a process that reported no error of its own ended with ``code``, from the last lines it printed."""
-    printed = [_RANK_PREFIX.sub("", line).rstrip() for line in lines]
+    printed = [strip_rank(line) for line in lines]
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
     if code < 0 or 128 < code < 160:
         return _explain_signal(code, printed, code_folder)
     if (refused := _explain_refusal(code, last, command)) is not None:
         return refused
-    found = _last_traceback(printed)
+    found = find_last_traceback(printed)
     if found is not None:
-        return FailureReason(_shorten(found.text + _place(found, code_folder)), found.is_permanent)
+        return FailureReason(_shorten(found.text + _place(found, code_folder)), _is_permanent(found))
     if (script := _NO_SCRIPT.search(last)) is not None and code == 2:
-        file = _relative(script["file"], code_folder) or script["file"]
+        file = relative_path(script["file"], code_folder) or script["file"]
         return FailureReason(
             f"there is no file {file} in the project: check the command, and whether .gitignore or .trainbusignore "
             "leaves it out",
@@ -88,10 +70,10 @@ def _explain_signal(code: int, printed: Sequence[str], code_folder: PurePath | N
     own = [line for line in printed if not _is_about_signal(line)]
     if killed.endswith("SIGABRT"):
         end = next((number for number, line in enumerate(own) if _TERMINATED.match(line)), len(own))
-        found = _last_traceback(own[:end])
+        found = find_last_traceback(own[:end])
         if found is not None and found.ends_at == end:
             text = f"{found.text}{_place(found, code_folder)}; then {killed}"
-            return FailureReason(_shorten(text), found.is_permanent)
+            return FailureReason(_shorten(text), _is_permanent(found))
     if killed.endswith("SIGKILL"):
         killed += " (out of memory?)"
     return FailureReason(_shorten(f"{killed}; its last line of output: {own[-1].strip()}" if own else killed))
@@ -124,43 +106,16 @@ def _explain_refusal(code: int, last: str, command: Sequence[str]) -> FailureRea
     )
 
 
-def _last_traceback(lines: Sequence[str]) -> _Traceback | None:
-    """Return the last exception that Python printed: the line below the innermost frame."""
-    for number in range(len(lines) - 1, 0, -1):
-        if not (match := _EXCEPTION.match(lines[number])) or not lines[number - 1].startswith("  "):
-            continue
-        frames: list[tuple[str, str, str]] = []
-        above = number - 1
-        while above >= 0 and lines[above].startswith("  "):
-            if frame := _FRAME.match(lines[above]):
-                frames.insert(0, (frame["file"], frame["line"], frame["function"] or ""))
-            above -= 1
-        if frames:
-            text = lines[number]
-            more = lines[number + 1].strip() if number + 1 < len(lines) else ""
-            if text.endswith(":") and more:
-                # torch lists what is wrong below such a line.
-                return _Traceback(match["name"], f"{text} {more}", tuple(frames), number + 2)
-            return _Traceback(match["name"], text, tuple(frames), number + 1)
-    return None
+def _is_permanent(found: Traceback) -> bool:
+    return found.short_name in PERMANENT_EXCEPTIONS
 
 
-def _place(found: _Traceback, code_folder: PurePath | None) -> str:
+def _place(found: Traceback, code_folder: PurePath | None) -> str:
     """Return the innermost place in the user's code, ready to follow the exception; '' if it is in none."""
     for file, line, function in reversed(found.frames):
-        if (name := _relative(file, code_folder)) is not None:
+        if (name := relative_path(file, code_folder)) is not None:
             return f" ({name}:{line}{f', in {function}' if function and function != '<module>' else ''})"
     return ""
-
-
-def _relative(file: str, code_folder: PurePath | None) -> str | None:
-    """Return the path below the project; None for a file of a library."""
-    path = PurePath(file)
-    if not path.is_absolute():
-        return None if file.startswith("<") else str(path)
-    if code_folder is None or not path.is_relative_to(code_folder):
-        return None
-    return str(path.relative_to(code_folder))
 
 
 def _shorten(text: str) -> str:

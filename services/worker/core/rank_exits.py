@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from contracts.ranks import EXIT_DONE, EXIT_STOPPED, is_about_lost_peer
 
-TAIL_LINES = 30
 #: Lines that are searched for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
 #: Exit codes of a process that SIGKILL ended: for subprocess, for a shell.
@@ -47,14 +46,14 @@ def describe_exit(code: int) -> str:
 
 
 def find_cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
-    """Return the rank that failed and its last lines, without torchrun's own report, which names that rank."""
+    """Return the rank that failed and its lines, without torchrun's own report, which names that rank."""
     reported = next((number for number, line in enumerate(lines) if line.startswith(_CHILD_FAILED)), None)
     if reported is None:
-        return failure, tuple(lines[-TAIL_LINES:])
+        return failure, tuple(lines)
     begins = max((number for number in range(reported) if lines[number] == _TRACEBACK), default=reported)
     if found := _ROOT_CAUSE.search("\n".join(lines[reported:])):
         failure = Exit(int(found[1]), int(found[2]), failure.at)
-    return failure, tuple(lines[:begins][-TAIL_LINES:])
+    return failure, tuple(lines[:begins])
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:

@@ -13,6 +13,7 @@ import structlog
 
 from contracts.base import Fact
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
+from contracts.tracebacks import shorten_tracebacks
 from services.worker import metrics
 from services.worker.core.failure_reason import FailureReason, explain_exit
 from services.worker.core.journal import RankState
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 Report = RunExited | RunReleased
 REASON_MAX_CHARS = 2000
+#: Lines of output that a report has.
+TAIL_LINES = 30
 
 
 class GenerationFailure(Exception):
@@ -84,7 +87,8 @@ class ReportBuilder:
         """Report that a rank failed by itself; ``lines`` are the last of its output."""
         ended = ranks[failure.rank].ended if failure.rank in ranks else None
         error = ended.error if ended is not None else ""
-        failure, tail = find_cause(failure, lines)
+        failure, printed = find_cause(failure, lines)
+        tail = tuple(shorten_tracebacks(printed, code_folder)[-TAIL_LINES:])
         has_started = any(state.started for state in ranks.values())
         reason = (
             FailureReason(error)

@@ -240,7 +240,8 @@ def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Ta
                 f" (its modules: {', '.join(found) or 'none'})"
             ) from error
         raise TaskError(
-            f"task {name!r} does not import: it needs the module {error.name!r}, which is not installed on the node"
+            f"task {name!r} does not import: it needs the module {error.name!r}, which is not installed on the node: "
+            "name its package in the project's requirements.txt"
         ) from error
     except BaseException as error:  # even a SystemExit of the user's module is a task that does not import
         traceback.print_exc()

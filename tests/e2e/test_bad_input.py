@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,48 @@ async def test_a_follower_is_told_a_failure_once_and_in_the_projects_lines(stack
     assert "KeyError: 'f0' (train.py:3, in load)" in why
     assert 'File "train.py", line 7' in why
     assert "Traceback (most recent call last):" in (await stack.cli("logs", "broken")).out
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        pytest.param("import torch\ntorch.ones(2, 3) @ torch.ones(2, 3)", "mat1 and mat2 shapes", id="shapes"),
+        pytest.param("bytearray(10**15)", "smaller batch", id="memory"),
+        pytest.param("import nothing_like_it", "requirements.txt", id="module"),
+        pytest.param("print('loss 1')\nnothing_like_it", "NameError", id="name after a step"),
+    ],
+)
+async def test_what_another_attempt_cannot_change_runs_once(
+    stack: Stack, tmp_path: Path, code: str, message: str
+) -> None:
+    command = ["python", "-c", code]
+    run_id = await stack.publish({"name": "once", "command": command, "metric_patterns": {"loss": "loss ([0-9.]+)"}})
+    failed = await stack.wait_for(run_id, "failed", SECONDS)
+    assert failed.generation == 1
+    assert message in failed.reason
+
+
+async def test_a_task_whose_tensors_do_not_fit_runs_once(stack: Stack) -> None:
+    task = """
+        from torch import nn
+
+        from trainbus import Task
+
+
+        class Mine(Task):
+            def model(self):
+                return nn.Linear(7, 3)
+
+            def decode(self, sample):
+                import torch
+
+                return torch.zeros(6)
+
+            def loss(self, model, batch):
+                return model(batch).mean()
+    """
+    code = await stack.upload(package({"task.py": textwrap.dedent(task)}))
+    run_id = await stack.publish(await stack.slow_run(code=code, task="task:Mine", params={}))
+    failed = await stack.wait_for(run_id, "failed", SECONDS)
+    assert failed.generation == 1
+    assert "mat1 and mat2 shapes" in failed.reason

@@ -381,6 +381,34 @@ def test_the_same_failure_twice_before_the_first_step_is_final() -> None:
     assert failed.reason.startswith("OSError: gone; after 3 attempts (twice the same before the first step)")
 
 
+def test_the_same_failure_twice_at_one_step_is_final_though_a_checkpoint_lies_between() -> None:
+    """As a loss that is not finite, again, after exact training."""
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=9))
+    world.settle()
+    for step in (30, 40, 40):
+        world.commit("r1", step - 5)
+        world.exit("r1", "failed", rank=0, exit_code=1, reason="the loss is nan", step=step)
+        world.settle()
+        world.wait(60)
+        world.settle()
+    failed = world.facts(RunFailed)[-1]
+    assert failed.reason.startswith("the loss is nan; after 3 attempts (twice the same at step 40)")
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_process_that_a_signal_ends_twice_at_one_step_is_tried_again(code: int) -> None:
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=5))
+    world.settle()
+    for _ in range(3):
+        world.exit("r1", "failed", rank=0, exit_code=code, reason="killed by SIGKILL", step=40)
+        world.settle()
+        world.wait(60)
+        world.settle()
+    assert world.phase("r1") == "placed"
+
+
 def test_the_same_failure_is_tried_again_where_steps_or_a_preemption_lie_between() -> None:
     world = two_nodes()
     world.accept("r1", spec(1, max_attempts=5))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunReleased, RunStopping
-from contracts.ranks import CheckpointLine, format_endpoint, parse_endpoint
+from contracts.ranks import CheckpointLine, EndedLine, StartedLine, format_endpoint, parse_endpoint
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
@@ -368,7 +368,7 @@ KeyError: 'f0'
                 '\tMissing key(s) in state_dict: "a".',
             ],
             'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "a".',
-            False,
+            True,
             id="a list below",
         ),
         pytest.param(
@@ -468,6 +468,60 @@ def test_stop_says_whether_a_peer_was_lost(reason: Any, then: Any, expected: boo
     [stop] = node_decisions.decide(state, order, 2)[1]
     assert isinstance(stop, node_decisions.StopGeneration)
     assert stop.peer_lost is expected
+
+
+MEMORY = (
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 72.8 TiB for an array with shape (10000000000000,)"
+)
+STEPPED = journal.RankState(started=StartedLine(time=0, step=0, samples_consumed=0), step=3)
+
+
+@pytest.mark.parametrize(
+    ("error", "at_start", "after_a_step", "if_elastic", "advice"),
+    [
+        ("ModuleNotFoundError: No module named 'emoji'", True, True, True, "requirements.txt"),
+        ("SyntaxError: invalid syntax", True, True, True, ""),
+        ("NameError: name 'x' is not defined", True, True, True, ""),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x32 and 33x3)", True, False, True, ""),
+        ("RuntimeError: The size of tensor a (3) must match the size of tensor b (4)", True, False, True, ""),
+        ("RuntimeError: Given groups=1, weight of size [4, 3, 3, 3], expected input", True, False, True, ""),
+        ("RuntimeError: expected target dtype to be Long or Byte, but got Float", True, False, True, ""),
+        ("ValueError: Expected input batch_size (3) to match target batch_size (2).", True, False, True, ""),
+        ("IndexError: Target 9 is out of bounds.", True, False, True, ""),
+        ("TypeError: f() takes 0 positional arguments but 1 was given", True, False, True, ""),
+        ("TypeError: 'NoneType' object is not subscriptable", False, False, False, ""),
+        ("MemoryError", True, False, False, "smaller batch"),
+        (MEMORY, True, False, False, "smaller batch"),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
+            True,
+            False,
+            False,
+            "smaller batch",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True, False, False, "more slots"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False, False, False, ""),
+        ("KeyError: 'f0'", False, False, False, ""),
+        ("ConnectionError: refused", False, False, False, ""),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'x'", False, False, False, ""),
+    ],
+)
+def test_an_error_that_comes_again_is_permanent_whether_a_script_or_a_task_has_it(
+    error: str, at_start: bool, after_a_step: bool, if_elastic: bool, advice: str
+) -> None:
+    printed = ["Traceback (most recent call last):", '  File "/runs/r1/code/train.py", line 1, in <module>', error]
+    for lines, ended in ((printed, None), ([], EndedLine(time=0, outcome="failed", error=f"{error} (train.py:1)"))):
+        for state, elastic, expected in (
+            (journal.RankState(), False, at_start),
+            (journal.RankState(), True, if_elastic),
+            (STEPPED, False, after_a_step),
+        ):
+            event = placed(slots={"min": 1, "max": 2} if elastic else 1)
+            ranks = {2: state.model_copy(update={"ended": ended})}
+            report = ReportBuilder(event, "n1").crashed(rank_exits.Exit(2, 1, 0.0), ranks, lines, CODE)
+            assert report.permanent is expected, report
+            assert report.reason.startswith(f"{error} (train.py:1)")
+            assert advice in report.reason
 
 
 @pytest.mark.parametrize(("code", "could_not_start"), [(1, True), (-9, False)])

@@ -221,7 +221,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         known.infrastructure_failures += 1
         known.strikes.update(_at_fault(cluster, known))
     if fact.reason != "node lost":
-        known.last_start_failure = known.start_failure if fact.reason == "crashed" else ""
+        known.last_failure_point = known.failure_point if fact.reason == "crashed" else ""
     known.parts, known.stopping, known.ended_at, known.stalled = {}, None, None, None
     known.reserved = None
     if known.ready_at == EPOCH:
@@ -414,7 +414,6 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
         cluster.machines[fact.checkpoint.uri] = known.machine
     if known.newest is None or _age(committed) >= _age(known.newest):
         known.newest, known.committed_at, known.setbacks, known.infrastructure_failures = committed, time, 0, 0
-        known.last_start_failure = ""
         if fact.generation == known.generation:
             for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
                 known.strikes.pop(home.incarnation if home else "", None)

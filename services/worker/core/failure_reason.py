@@ -7,16 +7,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Self
 
 from contracts.tracebacks import Traceback, find_last_traceback, relative_path, strip_rank
+from services.worker.core.known_errors import KnownError, find_known_error
 from services.worker.core.rank_exits import describe_exit
 
 #: Exit codes of a shell that could not run a program: it is not executable, or there is none.
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
-#: Exceptions that the same code raises again on every node: no attempt can change them.
-PERMANENT_EXCEPTIONS = frozenset(
-    {"SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError", "NameError"}
-)
 MAX_CHARS = 1000
 
 #: The wrapper's own complaint about a program: "sh: 1: train: not found", "sh: line 1: ./t.sh: Permission denied".
@@ -33,10 +31,27 @@ _NO_SCRIPT = re.compile(r"can't open file '(?P<file>.+)': \[Errno 2\]")
 
 @dataclass(frozen=True, slots=True)
 class FailureReason:
-    """Why a process failed. ``is_permanent``: no other attempt can change it."""
+    """Why a process failed. ``is_permanent``: no other attempt that begins like this one can change it."""
 
     text: str
     is_permanent: bool = False
+    #: No other attempt at all can.
+    at_any_step: bool = False
+    #: One on another number of slots may.
+    depends_on_slots: bool = False
+
+    @classmethod
+    def of(cls, text: str, known: KnownError | None) -> Self:
+        """Return the reason of a process that an exception ended, with what to change about it."""
+        if known is None:
+            return cls(_shorten(text))
+        advice = f": {known.advice}" if known.advice else ""
+        return cls(_shorten(text) + advice, True, known.at_any_step, known.depends_on_slots)
+
+
+def explain_error(error: str) -> FailureReason:
+    """Return why a process failed that reported its error, ``Name: message (place)``."""
+    return FailureReason.of(error, find_known_error(error))
 
 
 def explain_exit(
@@ -51,7 +66,7 @@ def explain_exit(
         return refused
     found = find_last_traceback(printed)
     if found is not None:
-        return FailureReason(_shorten(found.text + _place(found, code_folder)), _is_permanent(found))
+        return FailureReason.of(found.text + _place(found, code_folder), find_known_error(found.text))
     if (script := _NO_SCRIPT.search(last)) is not None and code == 2:
         file = relative_path(script["file"], code_folder) or script["file"]
         return FailureReason(
@@ -73,7 +88,7 @@ def _explain_signal(code: int, printed: Sequence[str], code_folder: PurePath | N
         found = find_last_traceback(own[:end])
         if found is not None and found.ends_at == end:
             text = f"{found.text}{_place(found, code_folder)}; then {killed}"
-            return FailureReason(_shorten(text), _is_permanent(found))
+            return FailureReason.of(text, find_known_error(found.text))
     if killed.endswith("SIGKILL"):
         killed += " (out of memory?)"
     return FailureReason(_shorten(f"{killed}; its last line of output: {own[-1].strip()}" if own else killed))
@@ -104,10 +119,6 @@ def _explain_refusal(code: int, last: str, command: Sequence[str]) -> FailureRea
         f" ('bash {program}', 'python {program}')",
         True,
     )
-
-
-def _is_permanent(found: Traceback) -> bool:
-    return found.short_name in PERMANENT_EXCEPTIONS
 
 
 def _place(found: Traceback, code_folder: PurePath | None) -> str:

@@ -15,7 +15,7 @@ from contracts.base import Fact
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
 from contracts.tracebacks import shorten_tracebacks
 from services.worker import metrics
-from services.worker.core.failure_reason import FailureReason, explain_exit
+from services.worker.core.failure_reason import FailureReason, explain_error, explain_exit
 from services.worker.core.journal import RankState
 from services.worker.core.rank_exits import Exit, find_cause, is_infrastructure_failure
 from services.worker.data_dir import GenerationFiles
@@ -91,7 +91,7 @@ class ReportBuilder:
         tail = tuple(shorten_tracebacks(printed, code_folder)[-TAIL_LINES:])
         has_started = any(state.started for state in ranks.values())
         reason = (
-            FailureReason(error)
+            explain_error(error)
             if error
             else explain_exit(failure.code, tail, self._placed.spec.command or (), code_folder)
         )
@@ -103,13 +103,19 @@ class ReportBuilder:
             infrastructure_failure=is_infrastructure_failure(has_started, error + "\n".join(lines))
             or any(state.ended is not None and state.ended.drifted_ranks for state in ranks.values()),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values())
-            or (reason.is_permanent and could_not_start),
+            or self._is_permanent(reason, could_not_start=could_not_start),
             made_no_step=could_not_start,
             reason=reason.text[:REASON_MAX_CHARS],
             rank=failure.rank,
             exit_code=failure.code,
             log_tail=tail,
             **RunPosition.of(self._placed, ranks).reported,
+        )
+
+    def _is_permanent(self, reason: FailureReason, *, could_not_start: bool) -> bool:
+        slots = self._placed.spec.slots
+        return reason.at_any_step or (
+            reason.is_permanent and could_not_start and not (reason.depends_on_slots and slots.min < slots.max)
         )
 
     def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...], notice: str = "") -> RunExited:

@@ -15,6 +15,8 @@ from services.scheduler.core.state.slot_spec import SlotSpec
 from services.scheduler.core.state.staged_checkpoints import StagedCheckpoints
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
+#: A shell ends with this plus the number of the signal that ended its command.
+SHELL_SIGNAL_BASE = 128
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -125,8 +127,8 @@ class Run:
     reserved: RunReserved | None = None
     #: Those of them that were no fault of the run.
     infrastructure_failures: int = 0
-    #: Why the generation before failed before its first step; '' if it did not.
-    last_start_failure: str = ""
+    #: Where and why the generation before failed, as ``failure_point`` has it.
+    last_failure_point: str = ""
     #: How often in a row each node was at fault, by its incarnation: a restart may mend a full disk or a broken driver,
     #: and a node that still fails the run is avoided again after as many failures.
     strikes: Counter[str] = field(default_factory=Counter)
@@ -165,10 +167,17 @@ class Run:
         return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
 
     @property
-    def start_failure(self) -> str:
-        """Why the current generation failed before its first step; '' if it did not."""
+    def failure_point(self) -> str:
+        """The step at which the current generation failed, and why: another attempt changes nothing if it is the same.
+
+        '' if that is not known, and for a process that a signal ended, which came from outside.
+        """
         exited = self.culprit.exit if self.culprit else None
-        return exited.reason if exited is not None and exited.made_no_step else ""
+        if exited is None or not (exited.step or exited.made_no_step):
+            return ""
+        code = exited.exit_code or 0
+        is_signal = code < 0 or code > SHELL_SIGNAL_BASE
+        return "" if is_signal else f"{exited.step}: {exited.reason}"
 
     @property
     def next_generation(self) -> int:

@@ -314,7 +314,8 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun
 
 def _crashed(run: Run) -> QueueRun | FailRun:
     hopeless = next((part for part in run.parts.values() if part.exit is not None and part.exit.permanent), None)
-    repeats = bool(run.start_failure) and run.start_failure == run.last_start_failure
+    point = run.failure_point
+    repeats = bool(point) and point == run.last_failure_point
     part = hopeless or run.culprit
     exited = part.exit if part else None
     why = (exited.reason if exited else "") or "its ranks failed"
@@ -323,7 +324,8 @@ def _crashed(run: Run) -> QueueRun | FailRun:
     if hopeless:
         limit = "another would end the same way"
     elif repeats and run.failures + 1 < run.spec.max_attempts:
-        limit = "twice the same before the first step"
+        step = exited.step if exited else 0
+        limit = "twice the same " + (f"at step {step}" if step else "before the first step")
     else:
         limit = ""
     return _retry_after_failure(run, why, limit, where + code, exited.log_tail if exited else ())

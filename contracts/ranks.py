@@ -223,7 +223,7 @@ class CheckpointLine(TimedLine):
     metrics: Values = Field(default_factory=dict)
     final: bool = False
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
-    #: ``step`` counts checkpoints: no step is known.
+    #: ``step`` is a version of the output folder, counted: at which step the script was is not known.
     step_is_count: bool = False
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from contracts.base import Event
+from contracts.checkpoint_ref import name_point
 from contracts.events import capacity, checkpoint, dataset, model, node, request, run, study
 from contracts.formats import format_bytes, format_metrics, format_reason, format_time, plural
 from contracts.problems import join_problems
@@ -65,8 +66,8 @@ def format_members(members: Iterable[run.Member]) -> str:
 
 
 def name_checkpoint(ref: run.CheckpointRef | checkpoint.CheckpointStaged) -> str:
-    """Return what a checkpoint is called in a sentence: by its step, or by its number where there are no steps."""
-    return f"checkpoint number {ref.step}" if ref.step_is_count else f"checkpoint of step {ref.step}"
+    """Return what a checkpoint is called in a sentence: by its step, or by its version where that is not known."""
+    return f"checkpoint of {name_point(ref.step, is_version=ref.step_is_count)}"
 
 
 def _accepted(fact: run.RunAccepted) -> str:
@@ -187,12 +188,12 @@ def _committed(fact: checkpoint.CheckpointCommitted) -> str:
 
 
 def _pinned(fact: checkpoint.CheckpointPinned) -> str:
-    return f"checkpoint of step {fact.step} {'pinned' if fact.pinned else 'unpinned'}{format_reason(fact.reason)}"
+    return f"checkpoint {fact.step} {'pinned' if fact.pinned else 'unpinned'}{format_reason(fact.reason)}"
 
 
 def _rotten(fact: checkpoint.CheckpointRotten) -> str:
     repair = "; the nodes that have them write them again" if fact.repair else ""
-    return f"checkpoint of step {fact.step}: {plural(len(fact.blobs), 'blob')} damaged or missing{repair}"
+    return f"checkpoint {fact.step}: {plural(len(fact.blobs), 'blob')} damaged or missing{repair}"
 
 
 def _values(values: Iterable[float]) -> str:
@@ -324,12 +325,12 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     checkpoint.CheckpointStaged: _staged,
     checkpoint.CheckpointCommitted: _committed,
     checkpoint.CheckpointRefused: lambda e: (
-        f"checkpoint of step {e.step} {'not kept' if e.superseded else 'refused'}: {e.reason}"
+        f"checkpoint {e.step} {'not kept' if e.superseded else 'refused'}: {e.reason}"
     ),
-    checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
+    checkpoint.CheckpointDeleted: lambda e: f"checkpoint {e.step} deleted: {e.reason}",
     checkpoint.CheckpointPinned: _pinned,
     checkpoint.CheckpointRotten: _rotten,
-    checkpoint.CheckpointRepaired: lambda e: f"checkpoint of step {e.step}: a blob repaired by {e.node_id}",
+    checkpoint.CheckpointRepaired: lambda e: f"checkpoint {e.step}: a blob repaired by {e.node_id}",
     dataset.DatasetIngested: _ingested,
     dataset.DatasetIngestFailed: lambda e: f"data cannot be read: {e.reason}",
     dataset.DatasetShardFailed: lambda e: f"data cannot be written as a dataset: {e.reason}",

@@ -78,7 +78,7 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged", occurrence="gen
     final: bool = False
     #: These files are the whole checkpoint: what a script left on the node of rank 0. No other node adds to it.
     is_whole: bool = False
-    #: The script has reported no step: ``step`` counts its checkpoints.
+    #: ``step`` is a version of the script's output folder, counted: at which step it was is not known.
     step_is_count: bool = False
     #: Whether the state is, to the bit, what undisturbed training would have made of it.
     exactness: Exactness = "samples-exact"

@@ -107,6 +107,7 @@ async def describe_best(store: Store, row: Mapping[Any, Any]) -> views.BestCheck
         metric=metric.name,
         mode=metric.mode,
         value=best.metrics[metric.name],
+        step_is_count=best.step_is_count,
     )
 
 

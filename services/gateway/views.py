@@ -166,7 +166,7 @@ class LastCheckpoint(View):
     epoch: int
     samples_consumed: int
     committed_at: Time | None = None
-    #: The script has reported no step: ``step`` counts its checkpoints.
+    #: ``step`` is a version of the script's output folder, counted: at which step it was is not known.
     step_is_count: bool = False
 
 
@@ -180,6 +180,8 @@ class BestCheckpoint(View):
     #: min or max: what is better.
     mode: str
     value: float
+    #: ``step`` is a version of the script's output folder, counted: at which step it was is not known.
+    step_is_count: bool = False
 
 
 class MainMetric(View):

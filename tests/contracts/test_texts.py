@@ -161,11 +161,11 @@ UNREPORTED = CheckpointRef(uri="s3://models/r1/step_3.json", step=3, epoch=0, sa
     [
         (
             CheckpointCommitted(run_id="r1", generation=1, checkpoint=UNREPORTED, size_bytes=38),
-            "checkpoint number 3 saved: 38 B",
+            "checkpoint of version 3 saved: 38 B",
         ),
         (
             placed(1, 2, resume=UNREPORTED),
-            "placed again (generation 2) on 1 slot of node-0, from its checkpoint number 3",
+            "placed again (generation 2) on 1 slot of node-0, from its checkpoint of version 3",
         ),
         (
             RunReleased(run_id="r1", generation=1, node_id="node-0", clean=True),

@@ -105,3 +105,35 @@ async def test_a_plain_script_is_killed_and_drained_and_loses_nothing(stack: Sta
     assert {point.step: point.value for point in points} == {
         epoch: pytest.approx(1 / epoch, abs=1e-4) for epoch in range(1, EPOCHS + 1)
     }
+
+
+#: Counts its steps from 0 where it reports, as loops do, and keeps how many are done.
+COUNTING_SCRIPT = """
+import trainbus
+
+for step in range(6):
+    trainbus.report(step=step, loss=1 / (step + 1))
+    if step % 3 == 2:
+        open("state", "w").write(str(step))
+        trainbus.checkpoint("state", step=step + 1)
+"""
+
+
+async def test_a_run_is_at_the_step_of_its_last_checkpoint_everywhere(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COUNTING_SCRIPT)
+    done = await stack.cli("submit", str(tmp_path), "--command", "python train.py", "--name", "counting", "--follow")
+    assert done.code == 0, done.text
+    assert " at step 6\n" in done.out
+    [row] = json.loads((await stack.cli("ps", "--name", "counting", "--json")).out)
+    assert (row["step"], row["last_checkpoint"]["step"], row["metrics"]["loss"]) == (6, 6, pytest.approx(1 / 6))
+    listed = json.loads((await stack.cli("checkpoints", "ls", "counting", "--json")).out)
+    assert listed[-1]["step"] == 6
+
+
+async def test_what_a_script_leaves_without_a_step_has_a_version_everywhere(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; open(os.environ['TRAINBUS_OUTPUT_DIR'] + '/model', 'w').write('x')")
+    command = ("submit", str(tmp_path), "--command", "python train.py", "--name", "stepless", "--follow")
+    done = await stack.cli(*command)
+    assert "checkpoint of version 1 saved" in done.out, done.text
+    for shown in (("show", "stepless"), ("checkpoints", "ls", "stepless"), ("checkpoints", "show", "stepless@1")):
+        assert "version 1" in (await stack.cli(*shown)).out

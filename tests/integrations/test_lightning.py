@@ -89,7 +89,7 @@ def test_an_undisturbed_run_keeps_each_epoch_and_reports(run: ScriptRun, tmp_pat
         assert line.metrics is not None
         assert set(line.metrics) == {"loss", "val_loss"}
     assert {line.total_steps for line in run.reports()} == {12, None}
-    assert sorted(line.step for line in run.reports() if "loss" in line.values) == list(range(12))
+    assert sorted(line.step for line in run.reports() if "loss" in line.values) == list(range(1, 13))
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 6, 8, 11])
@@ -104,7 +104,7 @@ def test_a_run_that_stops_goes_on_to_the_same_end(run: ScriptRun, tmp_path: Path
     assert (trainer.current_epoch, trainer.global_step) == (EPOCHS, EPOCHS * STEPS_PER_EPOCH)
     assert (run.keeps()[-1].step, run.keeps()[-1].epoch) == (12, 3)
     trained = [line.step for line in run.reports() if "loss" in line.values]
-    assert sorted(trained) == list(range(12)), "a step was trained twice, or left out"
+    assert sorted(trained) == list(range(1, 13)), "a step was trained twice, or left out"
 
 
 def test_sigterm_is_a_request_that_lightning_does_not_take_away(run: ScriptRun, tmp_path: Path) -> None:

@@ -15,12 +15,20 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunFailed, RunPlaced, RunReleased, RunStopping
-from contracts.ranks import CheckpointLine, EndedLine, StartedLine, format_endpoint, parse_endpoint
+from contracts.ranks import (
+    CheckpointLine,
+    EndedLine,
+    KeepLine,
+    MetricsLine,
+    StartedLine,
+    format_endpoint,
+    parse_endpoint,
+)
 from contracts.spec.run import RunSpec
 from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
 from services.worker.core.failure_reason import explain_exit
-from services.worker.generation.reports import ReportBuilder
+from services.worker.generation.reports import ReportBuilder, RunPosition
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:
@@ -156,6 +164,28 @@ def test_patterns_find_values_and_continue_counting_steps() -> None:
     assert second == [(17, "acc", 0.5), (4, "loss", 1.0)]
     with pytest.raises(ValueError, match=r"metric_patterns\.x"):
         metric_patterns.compile_patterns({"x": "no group"})
+
+
+def test_the_last_printed_value_is_the_newest_also_where_steps_begin_anew() -> None:
+    patterns = metric_patterns.compile_patterns({"loss": r"step (?P<step>\d+) loss (\S+)", "acc": r"acc (\S+)"})
+    lines = ["step 1 loss 1.0", "step 2 loss 0.9", "acc 0.5", "step 1 loss 0.2"]
+    matches = list(metric_patterns.match_patterns(patterns, lines, {}))
+    state = journal.RankState(step=7)
+    event = journal.pattern_event(journal.JournalSource("r", 1, "n"), 0, 0, 0.0, matches, state.step or 0)
+    journal.apply_matches(state, matches)
+    assert event is not None
+    assert (event.points[-1].step, event.points[-1].values) == (1, {"loss": 0.2, "acc": 0.5})
+    # A metric that is printed more seldom counts fewer steps: the run is where it was.
+    assert (event.step, state.step, state.values) == (7, 7, {"loss": 0.2, "acc": 0.5})
+
+
+def test_a_script_is_at_the_step_that_it_kept_where_it_has_reported_fewer() -> None:
+    """``report(step=i)`` of a loop from 0, and ``checkpoint(step=i + 1)``; or reports of every tenth step."""
+    state = journal.RankState()
+    journal.apply_lines(state, (MetricsLine(step=359, values={}), KeepLine(path="x", step=365)))
+    assert RunPosition.of(placed(), {0: state}).step == 365
+    journal.apply_lines(state, (MetricsLine(step=370, values={}), KeepLine(path="x")))
+    assert RunPosition.of(placed(), {0: state}).step == 370
 
 
 def test_output_lines_are_cleaned_for_display() -> None:

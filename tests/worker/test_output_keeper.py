@@ -148,6 +148,15 @@ async def test_without_a_report_there_is_no_step(tmp_path: Path, follower: Journ
     assert (line.step, line.step_is_count, line.epoch) == (1, True, 0)
 
 
+async def test_a_second_copy_at_one_step_has_a_version(tmp_path: Path, follower: JournalFollower) -> None:
+    kept = keeper(tmp_path, follower)
+    write_report(tmp_path)
+    for content in ("2", "changed"):
+        (tmp_path / "outputs/state").write_text(content)
+        await end(kept)
+    assert [(line.step, line.step_is_count) for line in follower.state.snapshots.values()] == [(20, False), (21, True)]
+
+
 def test_the_files_of_a_script_and_its_children_are_found(tmp_path: Path, scripts: Any) -> None:
     script = scripts(HOLDS_FILE, str(tmp_path / "state"))
     assert str(tmp_path / "state") in (find_written_files([script.pid]) or ())

@@ -55,7 +55,8 @@ async def ls(client: AsyncClient, name: Run, as_json: Json = False) -> None:
         ref, commit = each.commit.checkpoint, each.commit
         value = None if metric is None else each.metrics.get(metric.name)
         table.add_row(
-            str(ref.step), str(ref.epoch or ""), f"{ref.samples_consumed:,}" if ref.samples_consumed else "",
+            ref.point if ref.step_is_count else str(ref.step), str(ref.epoch or ""),
+            f"{ref.samples_consumed:,}" if ref.samples_consumed else "",
             render.size(commit.size_bytes),
             *([] if metric is None else ["" if value is None else f"{value:.6g}"]),
             _format_marks(each, best=each is best, last=each is found[-1]),
@@ -84,7 +85,7 @@ async def show(client: AsyncClient, target: Checkpoint, as_json: Json = False) -
             "manifest SHA-256": loaded.manifest_sha256,
             "state digest": commit.state_digest or "(none: not written by a Task)",
             "exactness": commit.exactness,
-            "step": str(ref.step),
+            "checkpoint of": ref.point,
             "epoch": str(ref.epoch or ""),
             "samples": f"{ref.samples_consumed:,}" if ref.samples_consumed else "",
             "size": f"{size}, {stored_size} stored (with bases, each blob once)",

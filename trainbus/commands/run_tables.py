@@ -85,9 +85,8 @@ def _format_step(view: RunView) -> str:
 
 
 def format_point(ref: CheckpointRef) -> str:
-    """Return what a checkpoint is of: ``step 40, epoch 2``; of a script that reports neither, its number."""
-    point = f"number {ref.step}" if ref.step_is_count else f"step {ref.step}"
-    return point + (f", epoch {ref.epoch}" if ref.epoch else "")
+    """Return what a checkpoint is of: ``step 40, epoch 2``, or ``version 2`` of an output folder."""
+    return ref.point + (f", epoch {ref.epoch}" if ref.epoch else "")
 
 
 def has_reason(view: RunView) -> bool:

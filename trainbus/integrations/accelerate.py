@@ -5,7 +5,7 @@ accelerator.init_trackers("my-project")
 first = load_checkpoint(accelerator)                       # the step to go on from, 0 where the run begins
 for step in range(first, steps):
     ...
-    accelerator.log({"loss": loss}, step=step)
+    accelerator.log({"loss": loss}, step=step + 1)        # steps that are done, as for a checkpoint
     if should_stop(accelerator):
         save_checkpoint(accelerator, step=step + 1)
         break

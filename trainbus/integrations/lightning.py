@@ -146,10 +146,11 @@ class TrainbusLogger(Logger):  # type: ignore[misc]
 
     @rank_zero_only  # type: ignore[untyped-decorator]
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Report these values."""
+        """Report these values. ``step`` is the index of the batch after which Lightning logs them."""
         values = dict(metrics)
         epoch = values.pop("epoch", None)
-        report(values, step=step, epoch=None if epoch is None else int(epoch))
+        done = None if step is None else step + 1
+        report(values, step=done, epoch=None if epoch is None else int(epoch))
 
     @rank_zero_only  # type: ignore[untyped-decorator]
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:

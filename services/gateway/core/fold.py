@@ -380,7 +380,7 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
     if change_run(run, fact) is None:
         return
     ref = fact.checkpoint
-    place = ref.model_dump(exclude={"manifest_sha256", "step_is_count"})
+    place = ref.model_dump(exclude={"manifest_sha256"})
     rows.checkpoints[ref.uri] = _row(Checkpoint, fact, **place, committed_at=at.time_s, metrics=plain(fact.metrics))
     latest = {**_checkpoint_fields(ref), "committed_at": at.time_s}
     rows.runs[run.run_id] = replace(

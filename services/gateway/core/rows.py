@@ -122,6 +122,8 @@ class Checkpoint:
     exactness: str = "samples-exact"
     state_digest: str | None = None
     manifest_sha256: str | None = None
+    #: ``step`` is a version of the script's output folder, counted: at which step it was is not known.
+    step_is_count: bool = False
     deleted_at: Time | None = None
     deleted_reason: str | None = None
 

@@ -463,7 +463,7 @@ class OutputKeeper:
             epoch=self._state.epoch,
             samples_consumed=observed.reported.samples_consumed,
             metrics=dict(metrics),
-            step_is_count=step is None,
+            step_is_count=number != step,
         )
         self._save()
         await self._follower.save()

@@ -63,6 +63,8 @@ class RankState(BaseModel):
     ended: EndedLine | None = None
     result: ResultLine | None = None
     step: int | None = None
+    #: The last step whose state the script asked to keep: it may report fewer steps than it keeps.
+    kept_step: int = 0
     epoch: int = 0
     samples_consumed: int = 0
     total_steps: int | None = None
@@ -117,6 +119,7 @@ def apply_lines(state: RankState, lines: Iterable[JournalLine]) -> None:
                 state.total_steps = line.total_steps or state.total_steps
                 state.values |= line.values
             case KeepLine():
+                state.kept_step = max(line.step or 0, state.kept_step)
                 state.keeps.append(
                     line.model_copy(
                         update={
@@ -155,10 +158,12 @@ def apply_last_record(state: RankState, last: MetricsLine) -> None:
 
 
 def apply_matches(state: RankState, matches: Iterable[tuple[int, str, float]]) -> None:
-    """Fold values that were found in one part of the output into the rank's state."""
-    found = sorted(matches, key=lambda match: match[0])
-    for step, name, value in found:
-        state.step = step
+    """Fold values that were found in one part of the output into the rank's state.
+
+    Metrics that are printed at different intervals count their own steps: the largest is the position.
+    """
+    for step, name, value in matches:
+        state.step = max(step, state.step or 0)
         state.values[name] = value
 
 
@@ -233,18 +238,28 @@ def log_events(source: JournalSource, rank: int, content: bytes, offset: int) ->
 
 
 def pattern_event(
-    source: JournalSource, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
+    source: JournalSource,
+    rank: int,
+    offset: int,
+    time: float,
+    matches: Iterable[tuple[int, str, float]],
+    reached: int = 0,
 ) -> RunProgress | None:
-    """Return the matches in one part of the output as an event; None without a match."""
+    """Return the matches in one part of the output as an event; None without a match.
+
+    Args:
+        reached: the step at which the rank was before.
+    """
     points: dict[int, dict[str, float]] = {}
     for step, name, value in matches:
-        points.setdefault(step, {})[name] = value
+        # In the order of the output: who reads the last point has the newest value, also where steps begin anew.
+        points[step] = {**points.pop(step, {}), name: value}
     if not points:
         return None
     return RunProgress(
         **source._asdict(),
         rank=rank,
         offset=PATTERN_OFFSET + offset,
-        points=tuple(ProgressPoint(step=step, time=time, values=values) for step, values in sorted(points.items())),
-        step=max(points),
+        points=tuple(ProgressPoint(step=step, time=time, values=values) for step, values in points.items()),
+        step=max(reached, *points),
     )

@@ -56,5 +56,9 @@ def complete_at_stop(files: Mapping[str, FileVersion], stopped_at_s: float, writ
 
 
 def next_step(reported: int | None, last: int) -> int:
-    """Return the step of the next kept state: the reported one, but always beyond the last."""
+    """Return the step of the next kept state: the reported one, but always beyond the last.
+
+    Where it is not the reported one it is a version number: a step at which the script was is not known, or it has
+    changed its files again since the last copy.
+    """
     return max(reported or 0, last + 1)

@@ -54,7 +54,7 @@ class RunPosition:
         # The checkpoint counts even if ranks took newer state from memory: that state is on no disk yet.
         resumed_step = placed.resume.step if placed.resume and not placed.resume.step_is_count else 0
         resumed_samples = placed.resume.samples_consumed if placed.resume else 0
-        steps = [state.step for state in ranks.values() if state.step is not None]
+        steps = [max(state.step or 0, state.kept_step) for state in ranks.values() if state.step is not None]
         samples = max((state.samples_consumed for state in ranks.values()), default=0)
         return cls(max(steps, default=resumed_step), samples or resumed_samples, resumed_step)
 

@@ -295,7 +295,9 @@ class JournalFollower:
             await self._publish(event)
         if patterns := self._patterns_of(rank):
             matches = list(match_patterns(patterns, journal.log_lines(content), state.matches_start))
-            points = journal.pattern_event(self._source, rank, state.log_start, state.log_time, matches)
+            points = journal.pattern_event(
+                self._source, rank, state.log_start, state.log_time, matches, state.step or 0
+            )
             if points is not None:
                 journal.apply_matches(state, matches)
                 await self._publish(points)

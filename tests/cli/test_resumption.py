@@ -8,17 +8,23 @@ import pytest
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef
+from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from trainbus.client.checkpoints import StoredCheckpoint
 from trainbus.client.errors import UsageError
-from trainbus.client.resumption import describe_changes, plan_resumption
+from trainbus.client.resumption import (
+    ResumptionChanges,
+    describe_changes,
+    describe_unseen_changes,
+    plan_resumption,
+)
 
 URI = "s3://models/default/r1/checkpoints/epoch_2/step_00000040.g1.json"
 CODE = {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}
 SPEC = RunSpec.model_validate(
     {"name": "digits", "task": "task:Digits", "code": CODE, "params": {"lr": 0.1}, "training": {"epochs": 2}}
 )
-SCRIPT = RunSpec.model_validate({"name": "script", "command": ["true"]})
+SCRIPT = RunSpec.model_validate({"name": "script", "command": ["python", "train.py"], "params": {"lr": 0.1}})
 
 
 def stored(*, final: bool = True, exactness: Any = "exact") -> StoredCheckpoint:
@@ -28,8 +34,13 @@ def stored(*, final: bool = True, exactness: Any = "exact") -> StoredCheckpoint:
     )
 
 
-def plan(spec: RunSpec = SPEC, **options: Any) -> Any:
-    return plan_resumption(spec, stored(), **{"dataset_id": "d" * 64, "completed": True, **options})
+def plan(spec: RunSpec = SPEC, *, completed: bool = True, **changes: Any) -> Any:
+    changed = ResumptionChanges(**changes)
+    return plan_resumption(spec, stored(), changed, dataset_id="d" * 64, completed=completed)
+
+
+def script(*command: str, **fields: Any) -> RunSpec:
+    return SCRIPT.model_copy(update={"command": list(command), **fields} if command else fields)
 
 
 def test_a_run_goes_on_for_longer_on_the_same_data() -> None:
@@ -46,7 +57,35 @@ def test_a_run_goes_on_for_longer_on_the_same_data() -> None:
 
 def test_a_script_goes_on_with_other_params() -> None:
     request = plan(SCRIPT, params={"epochs": 20})
-    assert (request.command, request.params, request.resume_from) == (["true"], {"epochs": 20}, URI)
+    assert (request.command, request.params) == (SCRIPT.command, {"lr": 0.1, "epochs": 20})
+    assert request.resume_from == URI
+
+
+def test_a_script_goes_on_with_another_command_line_and_environment() -> None:
+    parent = script(env={"A": "1", "B": "2"})
+    request = plan(parent, command="python train.py --epochs '20'", env={"B": "3", "C": "4"})
+    assert request.command == ["python", "train.py", "--epochs", "20"]
+    assert request.env == {"A": "1", "B": "3", "C": "4"}
+    assert describe_changes(parent, request, stored()) == (
+        "python train.py --epochs 20 instead of python train.py, B=3 instead of 2, C=4 instead of None"
+    )
+    assert describe_unseen_changes(parent, request, has_ended_well=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("parent", "changes", "words"),
+    [
+        (SCRIPT, {"params": {"epochs": 20}}, "sees epochs=20 only if it reads trainbus.params()"),
+        (SCRIPT, {"params": {"lr": 0.2}}, ""),
+        (SCRIPT, {}, "if 'python train.py' finds its work done, it ends at once"),
+        (script(training=SPEC.training), {"epochs": 20}, "only if it reads spec.training"),
+        (SPEC, {"epochs": 20, "params": {"width": 1}}, ""),
+    ],
+)
+def test_what_a_script_may_not_see_is_told(parent: RunSpec, changes: dict[str, Any], words: str) -> None:
+    text = describe_unseen_changes(parent, plan(parent, **changes), has_ended_well=True)
+    assert words in text
+    assert bool(text) == bool(words)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +94,15 @@ def test_a_script_goes_on_with_other_params() -> None:
         (SPEC, {}, r"has trained all that it was asked for \(2 epochs\)"),
         (SPEC, {"epochs": 2}, "give 3 or more"),
         (SPEC, {"max_steps": 40}, "give more than that"),
-        (SCRIPT, {"epochs": 20}, "trainbus.params"),
+        (SCRIPT, {"epochs": 20}, r"trainbus.params\(\) \(--param epochs=20\)"),
+        (script("sh", "t.sh", "--num_epochs=3"), {"epochs": 20}, "give --command 'sh t.sh --num_epochs=20'"),
+        (script("t", "--max-steps", "9", "-x"), {"max_steps": 20}, "give --command 't --max-steps 20 -x'"),
+        (script("t", "--epochs"), {"epochs": 20}, "the whole command with another number"),
+        (script(env={"EPOCHS": "3"}), {"epochs": 20}, "give --env EPOCHS=20"),
+        (script(params={"n_epochs": 3}), {"epochs": 20}, "give --param n_epochs=20"),
+        (script(), {"command": "torchrun train.py 'x"}, "No closing quotation"),
+        (script(slots=Slots(min=2, max=2)), {"command": "torchrun train.py"}, "command: torchrun would start"),
+        (SPEC, {"epochs": 3, "command": "python train.py"}, "trains a Task"),
         (SPEC.model_copy(update={"kind": "evaluate"}), {"epochs": 9}, "is an evaluation"),
     ],
 )

@@ -239,41 +239,47 @@ class AsyncClient:
         epochs: int | None = None,
         max_steps: int | None = None,
         params: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        command: str | Sequence[str] | None = None,
         name: str | None = None,
     ) -> ResumedRun:
-        """Request a new run that goes on from a checkpoint of another, for longer or with other params.
+        """Request a new run that goes on from a checkpoint of another, for longer or with other settings.
 
-        ``start`` is ``best``, ``last`` or a step. ``epochs`` and ``max_steps`` count from the parent's start.
+        ``start`` is ``best``, ``last`` or a step. ``epochs`` and ``max_steps`` count from the parent's start; a script
+        counts its own and gets another ``command`` or variable instead. ``params`` and ``env`` are merged over the
+        parent's.
 
         Raises:
-            UsageError: nothing would be left to train; nothing was sent.
+            UsageError: nothing would be left to train, or the run cannot see a change; nothing was sent.
             NotFoundError: the run has no such checkpoint.
         """
-        from trainbus.client import checkpoints
-        from trainbus.client.resumption import ResumedRun, describe_changes, plan_resumption
+        from trainbus.client import checkpoints, resumption
 
         checkpoints.CheckpointName.parse(f"run@{start}")
         run_id = await self.find_run(run)
         stored = await checkpoints.find_run_checkpoint(self.connection, run_id, start)
         view = await self.run(run_id)
         assert view.spec is not None
-        request = plan_resumption(
-            view.spec,
-            stored,
-            dataset_id=view.dataset_id,
-            completed=view.state == "completed",
-            epochs=epochs,
-            max_steps=max_steps,
-            params=params,
-            name=name,
+        completed = view.state == "completed"
+        changes = resumption.ResumptionChanges(epochs, max_steps, params, env, command, name)
+        request = resumption.plan_resumption(
+            view.spec, stored, changes, dataset_id=view.dataset_id, completed=completed
         )
         first = await self.connection.last_sequence(streams.FACTS) + 1
         resumed = (await self.connection.publish_request(request)).run_id
         assert resumed is not None
         answer = await self._wait_for_answer(first, subjects.run(resumed), "accepted", "rejected")
-        note = describe_changes(view.spec, request, stored)
-        epoch = stored.commit.checkpoint.epoch
-        return ResumedRun(resumed, request.name, run_id, stored.step, epoch, note, answer)
+        has_ended_well = completed and start == checkpoints.LAST
+        return resumption.ResumedRun(
+            run_id=resumed,
+            name=request.name,
+            parent_run_id=run_id,
+            step=stored.step,
+            epoch=stored.commit.checkpoint.epoch,
+            note=resumption.describe_changes(view.spec, request, stored),
+            answer=answer,
+            warning=resumption.describe_unseen_changes(view.spec, request, has_ended_well=has_ended_well),
+        )
 
     # -- what a run has said -------------------------------------------------------
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,21 @@ def parse_slots(text: str) -> dict[str, int]:
         raise UsageError(f"slots {text!r}: give a number (2) or a range (1..4)")
     low, high = match.groups()
     return {"min": int(low), "max": int(high or low)}
+
+
+def parse_command(command: str | Sequence[str]) -> list[str]:
+    """Return the arguments of a command, which a text has as a shell would take it.
+
+    Raises:
+        UsageError: a quote of the text is not closed, or there is no argument.
+    """
+    try:
+        arguments = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise UsageError(f"command {command!r}: {error}") from error
+    if not arguments:
+        raise UsageError("the command is empty: give what to run, for example 'python train.py'")
+    return arguments
 
 
 def parse_metric(option: str, text: str) -> dict[str, str]:
@@ -122,7 +137,7 @@ def build_request(
         body["task"] = task
         body.pop("command", None)
     if command := given.get("command"):
-        body["command"] = shlex.split(command) if isinstance(command, str) else list(command)
+        body["command"] = parse_command(command)
         body.pop("task", None)
     if package is not None:
         # The request is validated before the upload, whose answer says where the package is: this address is replaced.
@@ -162,9 +177,18 @@ def build_request(
         request = TrainRequested.model_validate(body)
     except ValidationError as error:
         raise invalid_request(error, body, TrainRequested) from error
+    check_launcher(request)
+    return request
+
+
+def check_launcher(request: TrainRequested) -> None:
+    """Check that a command starts no launcher, which would start every process once more.
+
+    Raises:
+        UsageError: it does; the text says what to change.
+    """
     if request.command is not None and (problem := describe_launcher(request.command, request.slots.max)):
         raise UsageError(f"command: {problem}")
-    return request
 
 
 def _read_body(request: Path | Mapping[str, Any] | None) -> dict[str, Any]:

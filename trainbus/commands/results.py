@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from contracts.formats import plural
 from trainbus.client.errors import TrainbusError
 from trainbus.commands import render
-from trainbus.commands.options import Json, Run, command, parse_param
+from trainbus.commands.options import Json, Run, command, parse_pair, parse_param
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
@@ -69,12 +70,25 @@ async def resume(
     start: Annotated[str, typer.Option("--from", help="The checkpoint to go on from: best, last or a step.")] = "last",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs in all, those of the run included.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps in all, those of the run included.")] = None,
+    new_command: Annotated[
+        str | None, typer.Option("--command", help="Of a script: what to run instead, 'python train.py --epochs 20'.")
+    ] = None,
+    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of every rank to change; repeatable.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="key=value to change; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Go on from a run's checkpoint in a new run: for longer, or with other params."""
-    params = dict(map(parse_param, param or ()))
-    resumed = await client.resume(name, start=start, epochs=epochs, max_steps=max_steps, params=params)
+    """Go on from a run's checkpoint in a new run: for longer, or with other settings."""
+    resumed = await client.resume(
+        name,
+        start=start,
+        epochs=epochs,
+        max_steps=max_steps,
+        params=dict(map(parse_param, param or ())),
+        env=dict(parse_pair("--env", text) for text in env or ()),
+        command=new_command,
+    )
+    if resumed.warning:
+        print(f"warning: {resumed.warning}", file=sys.stderr)
     if as_json:
         print(render.as_json(resumed))
     else:

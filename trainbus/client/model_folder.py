@@ -99,9 +99,10 @@ async def fetch_model(
     """
     run_id, stored, mark = await _find_result(connection, target)
     spec = await read_spec(connection, run_id)
-    artifacts = await _read_artifacts(connection, run_id)
+    end = await _read_end(connection, run_id)
+    artifacts: tuple[Artifact, ...] = () if end is None else end.artifacts
     if stored is None and not artifacts:
-        raise NotFoundError(_explain_nothing_kept(run_id, spec))
+        raise NotFoundError(_explain_nothing_kept(run_id, spec, end))
     folder = folder or _name_folder(spec, run_id, stored)
     check_is_empty(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -138,18 +139,21 @@ async def _find_result(connection: Connection, target: str) -> tuple[str, Stored
     return run_id, stored, mark if mark in (BEST, LAST) else ""
 
 
-async def _read_artifacts(connection: Connection, run_id: str) -> tuple[Artifact, ...]:
-    """Return the artifacts of a run's end: of the run as a whole where it completed, else of its last exit."""
+async def _read_end(connection: Connection, run_id: str) -> RunCompleted | RunExited | None:
+    """Return a run's end: of the run as a whole where it completed, else its last exit; None before that."""
     for fact in (RunCompleted, RunExited):
         subject = subjects.fact("run", run_id, fact.fact)
         if (last := await connection.read_last(streams.FACTS, subject)) is not None:
-            found: tuple[Artifact, ...] = last.event.artifacts
+            found: RunCompleted | RunExited = last.event
             return found
-    return ()
+    return None
 
 
-def _explain_nothing_kept(run_id: str, spec: RunSpec | None) -> str:
+def _explain_nothing_kept(run_id: str, spec: RunSpec | None, end: RunCompleted | RunExited | None) -> str:
     text = f"run {run_id} has kept neither a checkpoint nor an artifact"
+    if end is not None and end.notice:
+        # The node saw what the script did; a general advice is perhaps what it follows already.
+        return f"{text}: {end.notice}"
     if spec is not None and spec.command is not None:
         return (
             f"{text}: let the script write into the folder that TRAINBUS_OUTPUT_DIR names, or call "

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.manifest import run_of_manifest
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
 from services.kit.kept_files import KeptLayout, list_files, pack_files
@@ -79,6 +81,11 @@ class KeptState(BaseModel):
     artifacts: list[str] = Field(default_factory=list)
     #: Problems that the run's log has already.
     warnings: list[str] = Field(default_factory=list)
+    #: The checkpoint of another run that this one began with, RUN@STEP; None: it began with nothing, or goes on from
+    #: what it kept itself.
+    origin: str | None = None
+    #: The step with which it began so; what it keeps itself is beyond that.
+    origin_step: int = 0
 
 
 class LeaseError(Exception):
@@ -204,6 +211,7 @@ class OutputKeeper:
         self._rank = min(member.ranks)
         # An evaluation has a result, and nothing to keep.
         self._is_command = is_command(placed.spec) and placed.spec.kind == "train"
+        self._run_id = placed.run_id
         self._is_active = self._is_command and self._rank == 0
         self._path = folder / "outputs.json"
         self._state = KeptState.model_validate(read_json(self._path) or {})
@@ -223,7 +231,14 @@ class OutputKeeper:
     @property
     def has_kept(self) -> bool:
         """Whether this generation or one before has kept anything; true where others keep it."""
-        return not self._is_active or self._state.step > 0 or bool(self.artifacts)
+        if not self._is_active or any(state.artifacts for state in self._follower.state.ranks.values()):
+            return True
+        return self._state.step > self._state.origin_step
+
+    @property
+    def origin(self) -> str | None:
+        """The checkpoint of another run that this generation began with, RUN@STEP; None if there is none."""
+        return self._state.origin
 
     @property
     def folder(self) -> Path:
@@ -233,6 +248,8 @@ class OutputKeeper:
     def continue_from(self, ref: CheckpointRef, folder: Path, layout: KeptLayout | None) -> None:
         """Continue from a checkpoint in ``folder``; the content of its output folder lies in this one again."""
         self._state.step, self._state.epoch = ref.step, ref.epoch
+        if (origin := self._name_origin(ref)) is not None:
+            self._state.origin, self._state.origin_step = origin, ref.step
         if layout is not None:
             self._state.artifacts = list(layout.artifacts)
             self._state.is_requested = layout.outputs != ""
@@ -240,6 +257,11 @@ class OutputKeeper:
             self._state.tree = str(self._link_resumed(ref.step, folder, layout))
             self._follower.continue_matches(self._rank, layout.matches)
         self._save()
+
+    def _name_origin(self, ref: CheckpointRef) -> str | None:
+        """Return RUN@STEP for a checkpoint of another run."""
+        run_id = run_of_manifest(ref.uri)
+        return None if run_id in (None, self._run_id) else f"{run_id}@{ref.step}"
 
     def _link_resumed(self, step: int, folder: Path, layout: KeptLayout) -> Path:
         """Make the tree of the resumed checkpoint: what does not change is linked to it."""
@@ -556,14 +578,25 @@ class OutputKeeper:
         write_to_log(self._folder, text, self._rank)
 
 
-def describe_unkept(working_folder: Path | None, since: float) -> str:
-    """Return what the author of a run that kept nothing should know: which files it wrote elsewhere, and what to do."""
+def describe_unkept(working_folder: Path | None, since: float, command: Sequence[str], origin: str | None) -> str:
+    """Return what the author of a run that kept nothing should know: which files it wrote elsewhere, and what to do.
+
+    Args:
+        since: when the script was started, in seconds since the epoch.
+        origin: the checkpoint of another run whose files it began with, RUN@STEP.
+    """
     written = []
     for name, path in list_files(working_folder) if working_folder is not None else ():
         if path.suffix != ".pyc" and path.stat().st_mtime >= since:
             written.append((path.stat().st_size, name))
     names = ", ".join(f"{name} ({size:,} bytes)" for size, name in sorted(written, reverse=True)[:3])
     lost = f"; in its working folder, which is removed, it wrote {names}" if names else ""
+    if origin is not None and not names:
+        return (
+            f"the run wrote nothing new: it began with the files of {origin} and ran {shlex.join(command)!r}, which "
+            "seems to have found its work done in them. Give it more to do (--command or --env of `trainbus resume`), "
+            "or begin with an earlier checkpoint (--from)"
+        )
     return (
         f"the run kept no file{lost}. Write into the folder that {OUTPUT_DIR_VARIABLE} names, or call "
         "trainbus.checkpoint(path)"

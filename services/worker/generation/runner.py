@@ -583,7 +583,8 @@ class GenerationRunner:
         """Return what the author of a run that kept nothing should know."""
         if self._keeper.has_kept:
             return ""
-        return describe_unkept(self._read_code_folder(), self.files.launch.stat().st_mtime)
+        command, since = self.placed.spec.command or (), self.files.launch.stat().st_mtime
+        return describe_unkept(self._read_code_folder(), since, command, self._keeper.origin)
 
     async def _report(self, report: Report) -> None:
         if await self._reports.is_done(report):

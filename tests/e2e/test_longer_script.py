@@ -1,0 +1,94 @@
+"""A script with arguments of its own: trained for longer, and the start of another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.support import DONE_S, Done, Stack
+
+pytestmark = [pytest.mark.e2e]
+
+#: It knows nothing of trainbus but the folder.
+SCRIPT = """
+import argparse, json, os, pathlib
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=2)
+epochs = parser.parse_args().epochs
+out = pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"])
+state = out / "state.json"
+history = json.loads(state.read_text()) if state.exists() else []
+print("begins after", len(history), flush=True)
+for epoch in range(len(history) + 1, epochs + 1):
+    history.append([epoch, os.environ.get("LR", "none")])
+    temporary = out / "state.json.new"
+    temporary.write_text(json.dumps(history))
+    temporary.replace(state)
+"""
+
+
+async def complete(stack: Stack, done: Done) -> str:
+    """Wait for the end of the run that a command has requested; return its id."""
+    assert done.code == 0, done.text
+    run_id = done.out.split()[0]
+    await stack.wait_for(run_id, "completed", DONE_S)
+    return run_id
+
+
+async def fetch_history(stack: Stack, run_id: str, folder: Path) -> Any:
+    done = await stack.cli("fetch", run_id, str(folder))
+    assert done.code == 0, done.text
+    [state] = folder.rglob("state.json")
+    return json.loads(state.read_text())
+
+
+async def submit(stack: Stack, folder: Path, *options: str) -> str:
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    command = ("--command", "python train.py --epochs 2")
+    return await complete(stack, await stack.cli("submit", str(folder), *command, "--name", "arguments", *options))
+
+
+async def test_a_script_with_arguments_trains_for_longer(stack: Stack, tmp_path: Path) -> None:
+    parent = await submit(stack, tmp_path / "project", "--env", "LR=0.1")
+
+    refused = await stack.cli("resume", parent, "--epochs", "4")
+    assert refused.code != 0
+    assert "--command 'python train.py --epochs 4'" in refused.err
+
+    command = ("--command", "python train.py --epochs 4", "--env", "LR=0.01")
+    done = await stack.cli("resume", parent, *command)
+    assert "python train.py --epochs 4 instead of python train.py --epochs 2" in done.out
+    assert "LR=0.01 instead of 0.1" in done.out
+    assert not done.err
+    longer = await complete(stack, done)
+    history = await fetch_history(stack, longer, tmp_path / "longer")
+    assert history == [[1, "0.1"], [2, "0.1"], [3, "0.01"], [4, "0.01"]]
+
+
+async def test_a_script_that_had_nothing_to_do_is_explained(stack: Stack, tmp_path: Path) -> None:
+    parent = await submit(stack, tmp_path / "project")
+    known = await stack.cli("checkpoints", "ls", parent, "--json")
+    step = json.loads(known.out)[-1]["step"]
+
+    done = await stack.cli("resume", parent, "--param", "epochs=4")
+    assert "sees epochs=4 only if it reads" in done.err
+    assert "--command" in done.err
+    idle = await complete(stack, done)
+    fetched = await stack.cli("fetch", idle, str(tmp_path / "idle"))
+    shown = await stack.cli("show", idle)
+    assert fetched.code != 0
+    for text in (fetched.err, shown.out.replace("\n", " ")):
+        assert "TRAINBUS_OUTPUT_DIR" not in text
+        assert f"{parent}@{step}" in text
+        assert "wrote nothing new" in text
+        assert "python train.py --epochs 2" in text
+        assert "--command" in text
+
+    unchanged = await stack.cli("resume", parent)
+    assert "nothing that the script can see differs" in unchanged.err
+    await complete(stack, unchanged)

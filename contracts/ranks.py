@@ -37,6 +37,8 @@ DATA_DIR_VARIABLE = "TRAINBUS_DATA_DIR"
 #: The folder of the last kept checkpoint and its step; set only where there is something to resume.
 RESUME_DIR_VARIABLE = "TRAINBUS_RESUME_DIR"
 RESUME_STEP_VARIABLE = "TRAINBUS_RESUME_STEP"
+#: The folder of the checkpoint that the run begins with (``spec.init_from``), in every start; not set without one.
+INIT_DIR_VARIABLE = "TRAINBUS_INIT_DIR"
 RUN_ID_VARIABLE = "TRAINBUS_RUN_ID"
 #: Folder of the project's packages, named by the hash of their lock; set only where the node does not have them all.
 PACKAGES_DIR_VARIABLE = "TRAINBUS_PACKAGES_DIR"
@@ -94,7 +96,7 @@ class Launch(Line):
     resume_is_partial: bool = False
     #: The ranks' output folder.
     output_dir: Path | None = None
-    #: Local copy of the weights to begin with (``spec.init_from``); None where there is a state to resume.
+    #: Local copy of the weights to begin with (``spec.init_from``); None where a Task has a state to resume.
     init_folder: Path | None = None
     #: The run's failures and seconds of running so far, from ``placed``.
     failures_seen: int = 0

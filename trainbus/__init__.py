@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from trainbus.report import report  # also so that importing the module later does not replace the function
-from trainbus.script import artifact, checkpoint, output_dir, params, resume, resume_step, should_stop
+from trainbus.script import artifact, checkpoint, init_dir, output_dir, params, resume, resume_step, should_stop
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient, Client
@@ -28,6 +28,7 @@ __all__ = [
     "Trainer",
     "artifact",
     "checkpoint",
+    "init_dir",
     "load_model",
     "output_dir",
     "params",

@@ -26,6 +26,7 @@ _LAUNCH = "TRAINBUS_LAUNCH"
 _OUTPUT_DIR = "TRAINBUS_OUTPUT_DIR"
 _RESUME_DIR = "TRAINBUS_RESUME_DIR"
 _RESUME_STEP = "TRAINBUS_RESUME_STEP"
+_INIT_DIR = "TRAINBUS_INIT_DIR"
 _PARAMS = "TRAINBUS_PARAMS"
 _STOP_FILE = "stop.json"
 _STOP_SEEN_FILE = "stop_seen"
@@ -150,6 +151,12 @@ def resume_step() -> int:
         return int(os.environ.get(_RESUME_STEP) or 0)
     except ValueError:
         return 0
+
+
+def init_dir() -> Path | None:
+    """Return the folder of the checkpoint that the run begins with (``--init-from``), in every start; None without."""
+    folder = os.environ.get(_INIT_DIR)
+    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def output_dir() -> Path:

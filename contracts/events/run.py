@@ -143,7 +143,7 @@ class RunPlaced(GenerationFact, fact="placed"):
     members: tuple[Member, ...]
     world_size: int = Field(ge=1)
     resume: CheckpointRef | None = None
-    #: The checkpoint whose weights it begins with (``spec.init_from``), as long as there is nothing to resume.
+    #: The checkpoint that it begins with (``spec.init_from``): of a Task as long as there is nothing to resume.
     init: CheckpointRef | None = None
     spec: RunSpec
     dataset: RunPrepared | None = None

@@ -77,8 +77,10 @@ class TrainRequested(RunFields, Request, verb="train"):
             raise ValueError(
                 "'init_from' takes a checkpoint's weights alone, 'resume_from' goes on with all of it: give one of them"
             )
-        if self.task is None or self.kind != "train":
-            raise ValueError("'init_from' needs a 'task' to train: nothing else has weights of which trainbus knows")
+        if self.kind != "train":
+            raise ValueError("'init_from' is what training begins with: an evaluation measures that of 'evaluate'")
+        if self.task is None and self.init_exclude:
+            raise ValueError("'init_exclude' names tensors of a 'task': a command finds all files of the checkpoint")
         return self
 
     @property

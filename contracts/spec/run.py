@@ -74,7 +74,8 @@ class RunFields(SpecPart):
     #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
     resume_from: ObjectUri | None = None
     #: A committed checkpoint (its manifest) whose weights training begins with, on other data too; optimizer, schedule
-    #: and step start from zero. Its moving average is used where it has one, since that was evaluated.
+    #: and step start from zero. Its moving average is used where it has one, since that was evaluated. A command finds
+    #: all files of the checkpoint instead, and in its output folder what a script kept of its own.
     init_from: ObjectUri | None = None
     #: Names of tensors that are not taken from ``init_from`` and stay as the task makes them, ``*`` for anything:
     #: ``head.*``. All others must be in both, in one shape.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,55 @@ async def test_a_script_that_had_nothing_to_do_is_explained(stack: Stack, tmp_pa
     unchanged = await stack.cli("resume", parent)
     assert "nothing that the script can see differs" in unchanged.err
     await complete(stack, unchanged)
+
+
+#: It fails twice: before it has written anything, and once the test says so, when its first file is kept.
+TUNES = """
+import os, pathlib, sys, time, trainbus
+
+out, init, test = trainbus.output_dir(), trainbus.init_dir(), pathlib.Path(sys.argv[1])
+print("begins with", sorted(os.listdir(out)), os.listdir(init), trainbus.resume(), trainbus.resume_step(), flush=True)
+if not (test / "first").exists():
+    (test / "first").write_text("")
+    sys.exit("nothing is written")
+tuned = out / "tuned.txt"
+if tuned.exists():
+    sys.exit(0)
+tuned.write_text((init / "state.json").read_text())
+while not (test / "second").exists():
+    time.sleep(0.05)
+sys.exit("one file is written")
+"""
+
+
+async def test_a_script_begins_with_the_files_of_another_run(stack: Stack, tmp_path: Path) -> None:
+    parent = await submit(stack, tmp_path / "project")
+    project = tmp_path / "tunes"
+    project.mkdir()
+    (project / "tune.py").write_text(TUNES)
+    command = shlex.join(["python", "tune.py", str(tmp_path)])
+    options = ("--command", command, "--init-from", parent)
+    refused = await stack.cli("submit", str(project), *options, "--init-exclude", "head.*")
+    assert refused.code != 0
+    assert "a command finds all files of the checkpoint" in refused.err
+
+    done = await stack.cli("submit", str(project), *options)
+    assert done.code == 0, done.text
+    run_id = done.out.split()[0]
+    # What it began with is nothing new: the first file that it writes makes its first checkpoint.
+    first = await stack.wait_for(run_id, "checkpoint_committed", DONE_S)
+    assert (first.generation, first.checkpoint.step) == (2, 1)
+    (tmp_path / "second").write_text("")
+    completed = await stack.wait_for(run_id, "completed", DONE_S)
+    assert completed.generation == 3
+
+    output = await stack.cli("logs", run_id, "--grep", "begins with")
+    begin = "begins with ['state.json'] ['state.json'] None 0"
+    assert output.out.splitlines()[:2] == [begin, begin]
+    last = output.out.splitlines()[2]
+    assert last.startswith("begins with ['state.json', 'tuned.txt'] ['state.json'] /")
+    assert last.endswith("/resume 1")
+    history = await fetch_history(stack, run_id, tmp_path / "fetched")
+    assert json.loads((tmp_path / "fetched" / "tuned.txt").read_text()) == history
+    shown = await stack.cli("show", run_id)
+    assert "files from" in shown.out

@@ -7,6 +7,7 @@ from typing import Any
 from contracts.events.checkpoint import CheckpointDeleted
 from contracts.events.run import RunFailed, RunPlaced
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.spec.run import RunSpec
 from services.scheduler.core.admission import answer_restore, answer_train
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from tests.scheduler.world import World, spec
@@ -62,6 +63,18 @@ def test_it_begins_with_the_weights_until_it_has_a_checkpoint_of_its_own() -> No
     # Who loads them can tell whether they still are what was committed.
     assert first.init.manifest_sha256 == world.run("base").checkpoints[uri].ref.manifest_sha256
     assert first.init.step == 5
+
+
+def test_a_command_finds_the_files_that_it_began_with_in_every_start() -> None:
+    world, uri = trained()
+    world.accept("tuned", RunSpec.model_validate({"name": "tuned", "command": ["true"], "init_from": uri}))
+    world.settle()
+    world.start("tuned")
+    own = world.commit("tuned", 3)
+    world.lose("a1")
+    world.join("a2", 2)
+    world.settle()
+    assert beginnings(world) == [(None, uri), (own, uri)]
 
 
 def test_a_new_run_is_placed_on_any_kind_of_machine() -> None:

@@ -60,6 +60,12 @@ def test_report_without_a_step_counts_on_from_the_resumed_one(
     assert [line.step for line in read_lines(generation) if isinstance(line, MetricsLine)] == [8, 9, 20]
 
 
+def test_what_a_run_begins_with_is_no_state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trainbus.init_dir() is None
+    monkeypatch.setenv("TRAINBUS_INIT_DIR", str(tmp_path))
+    assert (trainbus.init_dir(), trainbus.resume(), trainbus.resume_step()) == (tmp_path, None, 0)
+
+
 def test_checkpoint_copies_before_it_returns(generation: Path, tmp_path: Path) -> None:
     (tmp_path / "ckpt.pt").write_text("first")
     trainbus.checkpoint("ckpt.pt", 3, {"accuracy": 0.5, "bad": float("inf")})

@@ -64,7 +64,7 @@ class SubmitOptions(TypedDict, total=False):
     ]
     init_from: Annotated[
         str | None,
-        "Start with a checkpoint's weights: RUN, RUN@best, RUN@STEP, models:/NAME@champion, or a manifest's s3://.",
+        "Start with a checkpoint's weights, or a script's files: RUN, RUN@best, RUN@STEP, models:/NAME@champion, s3://.",
     ]
     init_exclude: Annotated[
         Sequence[str] | None, "Tensors to initialise afresh instead, for example 'head.*'; repeatable."

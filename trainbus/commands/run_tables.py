@@ -148,7 +148,7 @@ def render_run(view: RunView, links: Mapping[str, str] | None = None) -> Table:
         ("page", links.get("page", "")),
         ("MLflow", links.get("mlflow") or (f"run {view.mlflow_run_id} (`trainbus ui`)" if view.mlflow_run_id else "")),
         ("restored from", view.parent_run_id or ""),
-        ("weights from", _init(view)),
+        ("files from" if view.spec is not None and view.spec.command else "weights from", _init(view)),
         ("evaluates", view.evaluates or ""),
         ("requested", f"{view.requested_at:%Y-%m-%d %H:%M:%S} UTC" if view.requested_at else ""),
         (

@@ -258,6 +258,21 @@ class OutputKeeper:
             self._follower.continue_matches(self._rank, layout.matches)
         self._save()
 
+    def begin_with(self, ref: CheckpointRef, folder: Path, layout: KeptLayout | None) -> None:
+        """Begin with the files of another run's checkpoint, which are nothing new. The step stays 0.
+
+        Args:
+            folder: has the checkpoint's files; the content of its output folder lies in this one.
+        """
+        self._state.origin = self._name_origin(ref)
+        if layout is not None and layout.outputs is not None:
+            self._state.versions = scan(self._outputs, self._settings.output_max_files).versions
+            tree = self._tree(0)
+            shutil.rmtree(tree, ignore_errors=True)
+            list(_link_tree(folder / layout.outputs, tree / "outputs"))
+            self._state.tree = str(tree)
+        self._save()
+
     def _name_origin(self, ref: CheckpointRef) -> str | None:
         """Return RUN@STEP for a checkpoint of another run."""
         run_id = run_of_manifest(ref.uri)
@@ -594,8 +609,8 @@ def describe_unkept(working_folder: Path | None, since: float, command: Sequence
     if origin is not None and not names:
         return (
             f"the run wrote nothing new: it began with the files of {origin} and ran {shlex.join(command)!r}, which "
-            "seems to have found its work done in them. Give it more to do (--command or --env of `trainbus resume`), "
-            "or begin with an earlier checkpoint (--from)"
+            "seems to have found its work done in them. Give it more to do by another --command or --env, or begin "
+            "with an earlier checkpoint"
         )
     return (
         f"the run kept no file{lost}. Write into the folder that {OUTPUT_DIR_VARIABLE} names, or call "

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from contracts.events.run import Member, RunPlaced
 from contracts.ranks import (
     DATA_DIR_VARIABLE,
+    INIT_DIR_VARIABLE,
     JOURNAL_VARIABLE,
     LAUNCH_VARIABLE,
     MEMORY_FRACTION_VARIABLE,
@@ -62,6 +63,8 @@ class NodeEnvironment:
     data_dir: str = ""
     resume_dir: str = ""
     resume_step: int = 0
+    #: The checkpoint of another run that the ranks begin with.
+    init_dir: str = ""
     #: Folder of the project's packages, which precede the node's; '' where the node has them all.
     packages_dir: str = ""
     #: MLflow's address for scripts; '' where MLflow is not there, or does not find the store of trainbus.
@@ -167,6 +170,8 @@ def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> d
         variables[PARAMS_VARIABLE] = params
     if place.data_dir:
         variables[DATA_DIR_VARIABLE] = place.data_dir
+    if place.init_dir:
+        variables[INIT_DIR_VARIABLE] = place.init_dir
     if place.resume_dir:
         variables |= {RESUME_DIR_VARIABLE: place.resume_dir, RESUME_STEP_VARIABLE: str(place.resume_step)}
     return variables

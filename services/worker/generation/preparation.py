@@ -132,9 +132,11 @@ class GenerationInputs:
     resume: CheckpointRef | None
     #: Brings what ranks read of it; None: it is whole, or there is none.
     partial: PartialCheckpoint | None
-    #: What the files of the checkpoint are, if a script left them.
-    resume_layout: KeptLayout | None
+    #: The checkpoint of another run that the ranks begin with.
     init_folder: Path | None
+    init: CheckpointRef | None
+    #: What the files of the checkpoint are that the output folder begins with, if a script left them.
+    kept_layout: KeptLayout | None
     output_dir: Path
     #: The dataset as plain files, for a command.
     data_dir: Path | None
@@ -159,39 +161,63 @@ async def prepare_inputs(
         _fetch_code_and_packages(context, placed, folder, pins),
         _fetch_dataset(context, placed, member, folder, pins),
         _open_checkpoint(context, placed, folder, pins),
-        _fetch_weights(context, placed, folder, pins),
+        _fetch_initial(context, placed, folder, pins),
     )
     found = await gather_limited(fetches, limit=len(fetches))
-    (code, packages_dir), dataset, (resume, partial), init_folder = found
+    (code, packages_dir), dataset, (resume, partial), init = found
     resume_folder = None if resume is None else _resume_dir(folder)
     data_dir = await _lay_out_data(context, placed, folder, code, pins)
+    init_folder = None if init is None else _init_dir(folder)
     output_dir = Path(choose_output_dir(placed.spec, PurePosixPath(folder), PurePosixPath(code or folder)))
-    layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, output_dir)
+    layout = await run_in_thread(_restore_outputs, placed.spec, resume_folder, init_folder, output_dir)
     patience_s = context.settings.rendezvous_timeout_s
     master = await find_master(context.bus, placed, member, context.addresses.address, patience_s, publish)
     return GenerationInputs(
-        code, packages_dir, dataset, resume_folder, resume, partial, layout, init_folder, output_dir, data_dir, master
+        code,
+        packages_dir,
+        dataset,
+        resume_folder,
+        resume,
+        partial,
+        init_folder,
+        init,
+        layout,
+        output_dir,
+        data_dir,
+        master,
     )
 
 
-def _restore_outputs(spec: RunSpec, resume_folder: Path | None, output_dir: Path) -> KeptLayout | None:
-    """Lay the files that a script kept out again: in its output folder, and in the folder to resume from.
+def _restore_outputs(
+    spec: RunSpec, resume_folder: Path | None, init_folder: Path | None, output_dir: Path
+) -> KeptLayout | None:
+    """Lay the files that a script kept out again: in the folder of their checkpoint, and in the output folder.
 
-    Both are copies of the node's cache: a script may write into them.
+    What the run has kept itself has the files that it began with. All are copies of the node's cache: a script may
+    write into them.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    if resume_folder is None or not is_command(spec):
+    if not is_command(spec):
         return None
+    layout = None
+    for folder in (init_folder, resume_folder):
+        if folder is not None:
+            layout = _unpack_checkpoint(folder)
+    begins_with = resume_folder or init_folder
+    if begins_with is not None and layout is not None:
+        copy_outputs(begins_with, layout, output_dir)
+    return layout
+
+
+def _unpack_checkpoint(folder: Path) -> KeptLayout | None:
     try:
-        layout = unpack_files(resume_folder)
+        layout = unpack_files(folder)
     except ValueError as error:
         raise CacheError(f"the checkpoint cannot be used: {error}. Choose another one") from error
-    for _, path in list(list_files(resume_folder)):
+    for _, path in list(list_files(folder)):
         partial = path.with_name(f".{path.name[:100]}.partial")
         shutil.copyfile(path, partial)
         partial.replace(path)
-    if layout is not None:
-        copy_outputs(resume_folder, layout, output_dir)
     return layout
 
 
@@ -280,6 +306,11 @@ def _resume_dir(folder: Path) -> Path:
     return folder / "resume"
 
 
+def _init_dir(folder: Path) -> Path:
+    """Return where the checkpoint of another run that a generation begins with is laid out."""
+    return folder / "init"
+
+
 async def _open_checkpoint(
     context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins
 ) -> tuple[CheckpointRef | None, PartialCheckpoint | None]:
@@ -312,13 +343,15 @@ def _partial_kinds(placed: RunPlaced) -> tuple[str, ...]:
     return TENSOR_KINDS if shards else ()
 
 
-async def _fetch_weights(context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins) -> Path | None:
-    """Fetch the initial weights, unless the run resumes a checkpoint of its own."""
+async def _fetch_initial(
+    context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins
+) -> CheckpointRef | None:
+    """Fetch what the run begins with: a Task's weights unless it resumes a checkpoint of its own, a script's files."""
     uri = placed.spec.init_from
-    if uri is None or placed.resume is not None:
+    is_script = is_command(placed.spec)
+    if uri is None or (placed.resume is not None and not is_script):
         return None
-    target = folder / "init"
+    target = _init_dir(folder)
     shutil.rmtree(target, ignore_errors=True)
     committed = placed.init.manifest_sha256 if placed.init is not None else None
-    await context.cache.checkpoint(uri, target, pins, committed, weights_only=True)
-    return target
+    return await context.cache.checkpoint(uri, target, pins, committed, weights_only=not is_script)

@@ -332,11 +332,14 @@ class GenerationRunner:
 
     async def _begin_outputs(self, inputs: GenerationInputs, follower: JournalFollower) -> None:
         self._keeper = self._keep_outputs(follower, inputs.output_dir)
-        if not is_command(self.placed.spec) or inputs.resume is None or inputs.resume_folder is None:
+        if not is_command(self.placed.spec):
             return
-        follower.resume = inputs.resume
-        await run_in_thread(self._keeper.continue_from, inputs.resume, inputs.resume_folder, inputs.resume_layout)
-        await follower.save()
+        if inputs.resume is not None and inputs.resume_folder is not None:
+            follower.resume = inputs.resume
+            await run_in_thread(self._keeper.continue_from, inputs.resume, inputs.resume_folder, inputs.kept_layout)
+            await follower.save()
+        elif inputs.init is not None and inputs.init_folder is not None:
+            await run_in_thread(self._keeper.begin_with, inputs.init, inputs.init_folder, inputs.kept_layout)
 
     async def _finish_outputs(self, follower: JournalFollower) -> None:
         """Keep what the script left, as far as it is complete."""
@@ -442,6 +445,7 @@ class GenerationRunner:
             data_dir=str(inputs.data_dir or ""),
             resume_dir=str(inputs.resume_folder or ""),
             resume_step=inputs.resume.step if inputs.resume is not None else 0,
+            init_dir=str(inputs.init_folder or ""),
             cache_home=self._context.cache_home,
         )
 

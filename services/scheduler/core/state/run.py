@@ -247,5 +247,7 @@ class Run:
 
     @property
     def init(self) -> CheckpointRef | None:
-        """Whose weights its next generation begins with, as long as there is nothing to go on from."""
-        return self.initial if self.spec.init_from is not None and self.newest is None else None
+        """What its next generation begins with: a Task needs it as long as there is nothing to go on from."""
+        if self.spec.init_from is None or (self.newest is not None and self.spec.command is None):
+            return None
+        return self.initial

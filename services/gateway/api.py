@@ -6,7 +6,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Annotated, Any, Literal
@@ -18,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
 
 from contracts import subjects, topology
-from contracts.base import TOKEN_PATTERN, run_id_for, study_id_for
+from contracts.base import TOKEN_PATTERN, study_id_for
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import (
     CancelRequested,
@@ -32,7 +31,7 @@ from contracts.run_states import STATES, TERMINAL_STATES
 from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
 from services.gateway.bodies import body_of, describe_bodies, read_json_body
 from services.gateway.checkpoint_routes import checkpoint_routes
-from services.gateway.commands import Commands, KeyReused, recorded_why, same_request
+from services.gateway.commands import Commands, recorded_why
 from services.gateway.datasets import dataset_routes
 from services.gateway.event_routes import event_routes
 from services.gateway.files import RunFiles, file_routes
@@ -54,9 +53,10 @@ from services.gateway.parameters import MAX_RANGE, Follow, Key, LastEventId, Lim
 from services.gateway.policy_routes import policy_routes
 from services.gateway.problems import RESPONSES, add_problem_handlers, describe_problems
 from services.gateway.projection import Projection, event_row
-from services.gateway.queries import NotFound, Row
+from services.gateway.queries import Row
 from services.gateway.ranges import cut_range, read_newest, read_range
 from services.gateway.run_lookup import fetch_run, find_run
+from services.gateway.run_requests import publish_training
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
@@ -121,16 +121,7 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
         """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
         body = await read_json_body(request)
         train, envelope = commands.parse(TrainRequested, body, key or "")
-        run_id = run_id_for(envelope.source, envelope.id)
-        known: Row | None = None
-        if key:
-            with suppress(NotFound):
-                known = await fetch_run(store, run_id)
-            if known is not None and not same_request(known, train):
-                raise KeyReused(key)
-        response.headers["Location"] = f"/training-runs/{run_id}"
-        accepted = await commands.publish(views.AcceptedRequest, train, envelope, run_id=run_id)
-        return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
+        return await publish_training(commands, store, train, envelope, response, is_repeatable=bool(key))
 
     @router.post(
         "/hpo/studies",

@@ -1,21 +1,24 @@
-"""Requests about checkpoints over HTTP: to restore one, to pin it, and to read them back and repair them."""
+"""Requests about checkpoints over HTTP: to restore or resume one, to pin it, and to read them back and repair them."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from contracts.base import run_id_for
-from contracts.events.train import PinRequested, RestoreRequested, ScrubRequested
+from contracts.events.train import PinRequested, RestoreRequested, ScrubRequested, TrainRequested
+from contracts.resumption import ResumptionChanges
 from services.gateway import views
+from services.gateway.bodies import body_of, read_body
 from services.gateway.checkpoint_lookup import Mark, find_checkpoint
 from services.gateway.commands import Commands, KeyReused
 from services.gateway.parameters import Key, Reason
 from services.gateway.projection import Projection
 from services.gateway.queries import NotFound
 from services.gateway.run_lookup import fetch_run, find_run
+from services.gateway.run_requests import plan_resumed_run, publish_training
 
 Repair = Annotated[bool, Query(description="false: only say what is rotten")]
 
@@ -41,6 +44,30 @@ def checkpoint_routes(commands: Commands, projection: Projection) -> APIRouter:
         request = RestoreRequested(run_id=row["run_id"], step=checkpoint.step)
         return await commands.publish(
             views.AcceptedRequest, request, envelope, run_id=run_id, parent_run_id=row["run_id"]
+        )
+
+    @router.post(
+        "/training-runs/{run}/checkpoints/{mark}/resume",
+        status_code=202,
+        response_model=views.AcceptedRequest,
+        openapi_extra=body_of(ResumptionChanges, required=False),
+    )
+    async def resume(
+        run: str, mark: Mark, request: Request, response: Response, key: Key = None
+    ) -> views.AcceptedRequest:
+        """Go on from a checkpoint in a new run: for longer, or with the command and settings of the body."""
+        changes = await read_body(ResumptionChanges, request)
+        row, checkpoint = await find_checkpoint(projection, run, mark)
+        envelope = commands.envelope(TrainRequested, key or "")
+        train = plan_resumed_run(row, checkpoint, changes, envelope)
+        return await publish_training(
+            commands,
+            projection.store,
+            train,
+            envelope,
+            response,
+            is_repeatable=bool(key),
+            parent_run_id=row["run_id"],
         )
 
     async def change_pin(run: str, mark: str, key: str | None, *, pinned: bool, reason: str) -> views.AcceptedRequest:

@@ -8,16 +8,11 @@ import pytest
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef
+from contracts.resumption import ResumptionChanges, ResumptionError, plan_resumption
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from trainbus.client.checkpoints import StoredCheckpoint
-from trainbus.client.errors import UsageError
-from trainbus.client.resumption import (
-    ResumptionChanges,
-    describe_changes,
-    describe_unseen_changes,
-    plan_resumption,
-)
+from trainbus.client.resumption import describe_changes, describe_unseen_changes
 
 URI = "s3://models/default/r1/checkpoints/epoch_2/step_00000040.g1.json"
 CODE = {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}
@@ -35,8 +30,8 @@ def stored(*, final: bool = True, exactness: Any = "exact") -> StoredCheckpoint:
 
 
 def plan(spec: RunSpec = SPEC, *, completed: bool = True, **changes: Any) -> Any:
-    changed = ResumptionChanges(**changes)
-    return plan_resumption(spec, stored(), changed, dataset_id="d" * 64, completed=completed)
+    point = stored().as_resumption_point(is_completed=completed)
+    return plan_resumption(spec, point, ResumptionChanges.model_validate(changes), "d" * 64)
 
 
 def script(*command: str, **fields: Any) -> RunSpec:
@@ -63,7 +58,7 @@ def test_a_script_goes_on_with_other_params() -> None:
 
 def test_a_script_goes_on_with_another_command_line_and_environment() -> None:
     parent = script(env={"A": "1", "B": "2"})
-    request = plan(parent, command="python train.py --epochs '20'", env={"B": "3", "C": "4"})
+    request = plan(parent, command=["python", "train.py", "--epochs", "20"], env={"B": "3", "C": "4"})
     assert request.command == ["python", "train.py", "--epochs", "20"]
     assert request.env == {"A": "1", "B": "3", "C": "4"}
     assert describe_changes(parent, request, stored()) == (
@@ -100,14 +95,13 @@ def test_what_a_script_may_not_see_is_told(parent: RunSpec, changes: dict[str, A
         (script("t", "--epochs"), {"epochs": 20}, "the whole command with another number"),
         (script(env={"EPOCHS": "3"}), {"epochs": 20}, "give --env EPOCHS=20"),
         (script(params={"n_epochs": 3}), {"epochs": 20}, "give --param n_epochs=20"),
-        (script(), {"command": "torchrun train.py 'x"}, "No closing quotation"),
-        (script(slots=Slots(min=2, max=2)), {"command": "torchrun train.py"}, "command: torchrun would start"),
-        (SPEC, {"epochs": 3, "command": "python train.py"}, "trains a Task"),
+        (script(slots=Slots(min=2, max=2)), {"command": ["torchrun", "train.py"]}, "command: torchrun would start"),
+        (SPEC, {"epochs": 3, "command": ["python", "train.py"]}, "trains a Task"),
         (SPEC.model_copy(update={"kind": "evaluate"}), {"epochs": 9}, "is an evaluation"),
     ],
 )
 def test_what_would_train_nothing_is_refused(spec: RunSpec, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(ResumptionError, match=words):
         plan(spec, **options)
 
 

@@ -37,6 +37,12 @@ def test_params(text: str, expected: Any) -> None:
     assert parse_param(text)[1] == expected
 
 
+@pytest.mark.parametrize(("command", "words"), [("python 'x", "No closing quotation"), (" ", "the command is empty")])
+def test_a_command_that_is_none_is_refused(command: str, words: str) -> None:
+    with pytest.raises(TrainbusError, match=words):
+        build(command=command)
+
+
 def test_a_task_with_options() -> None:
     request = build("task:Digits", slots="1..4", epochs=3, data="s3://lake/digits/", priority=5, params={"lr": 0.1})
     assert request.name == "digits"

@@ -14,6 +14,7 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, ScrubRequested
 from contracts.manifest import blobs_of_files, files_of, run_of_manifest
+from contracts.resumption import ResumptionPoint
 from contracts.spec.run import RunSpec
 from contracts.verification import CheckpointVerification
 from trainbus.client.connection import Connection
@@ -83,6 +84,11 @@ class StoredCheckpoint:
     def metrics(self) -> dict[str, float]:
         """The metrics of its step."""
         return self.commit.metrics
+
+    def as_resumption_point(self, *, is_completed: bool) -> ResumptionPoint:
+        """Return what a new run goes on from. ``is_completed``: its own run has completed."""
+        ref, commit = self.commit.checkpoint, self.commit
+        return ResumptionPoint(commit.run_id, is_completed, ref.uri, ref.step, ref.epoch, commit.final)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the checkpoint as JSON."""

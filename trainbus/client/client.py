@@ -253,23 +253,35 @@ class AsyncClient:
             UsageError: nothing would be left to train, or the run cannot see a change; nothing was sent.
             NotFoundError: the run has no such checkpoint.
         """
-        from trainbus.client import checkpoints, resumption
+        from pydantic import ValidationError
 
+        from contracts.events.train import TrainRequested
+        from contracts.resumption import ResumptionChanges, ResumptionError, plan_resumption
+        from trainbus.client import checkpoints, resumption
+        from trainbus.client.errors import invalid_request
+        from trainbus.client.submission import parse_command
+
+        given: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "name": name}
+        given |= {"params": dict(params or {}), "env": dict(env or {})}
+        given["command"] = None if command is None else parse_command(command)
         checkpoints.CheckpointName.parse(f"run@{start}")
         run_id = await self.find_run(run)
         stored = await checkpoints.find_run_checkpoint(self.connection, run_id, start)
         view = await self.run(run_id)
         assert view.spec is not None
-        completed = view.state == "completed"
-        changes = resumption.ResumptionChanges(epochs, max_steps, params, env, command, name)
-        request = resumption.plan_resumption(
-            view.spec, stored, changes, dataset_id=view.dataset_id, completed=completed
-        )
+        point = stored.as_resumption_point(is_completed=view.state == "completed")
+        try:
+            changes = ResumptionChanges.model_validate(given)
+            request = plan_resumption(view.spec, point, changes, view.dataset_id)
+        except ResumptionError as error:
+            raise UsageError(str(error)) from error
+        except ValidationError as error:
+            raise invalid_request(error, given, TrainRequested) from error
         first = await self.connection.last_sequence(streams.FACTS) + 1
         resumed = (await self.connection.publish_request(request)).run_id
         assert resumed is not None
         answer = await self._wait_for_answer(first, subjects.run(resumed), "accepted", "rejected")
-        has_ended_well = completed and start == checkpoints.LAST
+        has_ended_well = point.is_completed and start == checkpoints.LAST
         return resumption.ResumedRun(
             run_id=resumed,
             name=request.name,

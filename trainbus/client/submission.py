@@ -177,18 +177,9 @@ def build_request(
         request = TrainRequested.model_validate(body)
     except ValidationError as error:
         raise invalid_request(error, body, TrainRequested) from error
-    check_launcher(request)
-    return request
-
-
-def check_launcher(request: TrainRequested) -> None:
-    """Check that a command starts no launcher, which would start every process once more.
-
-    Raises:
-        UsageError: it does; the text says what to change.
-    """
     if request.command is not None and (problem := describe_launcher(request.command, request.slots.max)):
         raise UsageError(f"command: {problem}")
+    return request
 
 
 def _read_body(request: Path | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""A script with arguments of its own: trained for longer, and the start of another run."""
+"""A script that knows nothing of trainbus: trained for longer, the start of another run, and on two nodes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from pathlib import Path
@@ -145,3 +146,41 @@ async def test_a_script_begins_with_the_files_of_another_run(stack: Stack, tmp_p
     assert json.loads((tmp_path / "fetched" / "tuned.txt").read_text()) == history
     shown = await stack.cli("show", run_id)
     assert "files from" in shown.out
+
+
+#: Each rank writes a file, and waits until the test has read what is told of that.
+RANKS = """
+import os, pathlib, sys, time
+
+rank = os.environ["RANK"]
+(pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"]) / f"rank_{rank}.txt").write_text(rank)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+"""
+
+
+async def test_files_on_a_node_without_rank_0_are_told_of(stack: Stack, tmp_path: Path) -> None:
+    project = tmp_path / "ranks"
+    project.mkdir()
+    (project / "ranks.py").write_text(RANKS)
+    command = shlex.join(["python", "ranks.py", str(tmp_path / "told")])
+    done = await stack.cli("submit", str(project), "--command", command, "--slots", "4")
+    assert done.code == 0, done.text
+    run_id = done.out.split()[0]
+    placed = await stack.wait_for(run_id, "placed")
+    [other] = [member for member in placed.members if 0 not in member.ranks]
+    warning = "files in the output folder of this node are not kept"
+    async with asyncio.timeout(DONE_S):
+        async for batch in stack.bus.follow("LOGS", (f"log.{run_id}.{min(other.ranks)}",)):
+            if any(warning in line for message in batch for line in message.event.lines):
+                break
+    (tmp_path / "told").write_text("")
+    completed = await stack.wait_for(run_id, "completed", DONE_S)
+    lost = ", ".join(f"rank_{rank}.txt" for rank in sorted(other.ranks))
+    assert f"2 files in the output folder of node {other.node_id} will not be kept ({lost})" in completed.notice
+    kept = tmp_path / "kept"
+    done = await stack.cli("fetch", run_id, str(kept))
+    assert done.code == 0, done.text
+    assert {path.name for path in kept.glob("rank_*.txt")} == {
+        f"rank_{rank}.txt" for rank in range(4) if rank not in other.ranks
+    }

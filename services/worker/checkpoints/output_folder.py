@@ -21,6 +21,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.formats import plural
 from contracts.manifest import run_of_manifest
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
@@ -56,6 +57,8 @@ FREE_BYTES = 2**30
 FILE_CLOCK = 5 if sys.platform == "linux" else time.CLOCK_REALTIME
 #: Writes in a row that must have different times.
 STAMP_TRIALS = 10
+#: Files that a notice names.
+MAX_NAMED_FILES = 3
 #: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
 OUTPUTS_NAME = "outputs"
 
@@ -211,7 +214,9 @@ class OutputKeeper:
         self._rank = min(member.ranks)
         # An evaluation has a result, and nothing to keep.
         self._is_command = is_command(placed.spec) and placed.spec.kind == "train"
-        self._run_id = placed.run_id
+        self._run_id, self._node_id = placed.run_id, member.node_id
+        #: Which files of a node without rank 0 are lost, and what to change; '' if none are.
+        self.unkept_notice = ""
         self._is_active = self._is_command and self._rank == 0
         self._path = folder / "outputs.json"
         self._state = KeptState.model_validate(read_json(self._path) or {})
@@ -292,6 +297,10 @@ class OutputKeeper:
 
     async def run(self) -> None:
         """Keep what changes until cancelled."""
+        while self._is_command and not self._is_active and not self.unkept_notice:
+            # While the script can still be changed, not only at its end.
+            await self._warn_of_unkept()
+            await asyncio.sleep(self._settings.output_interval_s)
         while self._is_active:
             kept = self._state.step
             took_s = await self._poll()
@@ -334,8 +343,15 @@ class OutputKeeper:
         if not self._is_command:
             return
         tree = await self._scan()
-        if tree is not None and any(self._state.versions.get(name) != each for name, each in tree.versions.items()):
-            self._warn("files in the output folder of this node are not kept: write them in rank 0, on its node")
+        unkept = sorted(set(tree.versions.items()) - set(self._state.versions.items())) if tree is not None else []
+        if not unkept:
+            return
+        names = ", ".join(name for name, _ in unkept[:MAX_NAMED_FILES])
+        self.unkept_notice = (
+            f"{plural(len(unkept), 'file')} in the output folder of node {self._node_id} will not be kept ({names}): "
+            "only those on the node of rank 0 are, so have rank 0 write them"
+        )
+        self._warn("files in the output folder of this node are not kept: write them in rank 0, on its node")
 
     async def _poll(self) -> float:
         """Keep what the script asked for, or what has changed; return the seconds it took."""
@@ -604,7 +620,8 @@ def describe_unkept(working_folder: Path | None, since: float, command: Sequence
     for name, path in list_files(working_folder) if working_folder is not None else ():
         if path.suffix != ".pyc" and path.stat().st_mtime >= since:
             written.append((path.stat().st_size, name))
-    names = ", ".join(f"{name} ({size:,} bytes)" for size, name in sorted(written, reverse=True)[:3])
+    largest = sorted(written, reverse=True)[:MAX_NAMED_FILES]
+    names = ", ".join(f"{name} ({size:,} bytes)" for size, name in largest)
     lost = f"; in its working folder, which is removed, it wrote {names}" if names else ""
     if origin is not None and not names:
         return (

@@ -586,7 +586,7 @@ class GenerationRunner:
     def _notice(self) -> str:
         """Return what the author of a run that kept nothing should know."""
         if self._keeper.has_kept:
-            return ""
+            return self._keeper.unkept_notice
         command, since = self.placed.spec.command or (), self.files.launch.stat().st_mtime
         return describe_unkept(self._read_code_folder(), since, command, self._keeper.origin)
 

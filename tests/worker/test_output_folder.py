@@ -329,7 +329,8 @@ async def test_a_folder_beyond_the_limit_does_not_break_the_run(world: World, ag
     await place(world, script)
     exited = await world.wait_for(RunExited)
     assert exited.outcome == "succeeded"
-    assert "kept no file" in exited.notice
+    assert exited.notice.startswith("files are not kept: they take 100 bytes, more than the limit of 10")
+    assert "Write into the folder" not in exited.notice
     assert any("more than the limit of 10" in line for line in await lines(world))
 
 

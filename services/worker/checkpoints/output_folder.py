@@ -59,6 +59,8 @@ FILE_CLOCK = 5 if sys.platform == "linux" else time.CLOCK_REALTIME
 STAMP_TRIALS = 10
 #: Files that a notice names.
 MAX_NAMED_FILES = 3
+#: Problems that a notice names.
+MAX_NAMED_PROBLEMS = 3
 #: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
 OUTPUTS_NAME = "outputs"
 
@@ -244,6 +246,11 @@ class OutputKeeper:
     def origin(self) -> str | None:
         """The checkpoint of another run that this generation began with, RUN@STEP; None if there is none."""
         return self._state.origin
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be kept, and why."""
+        return tuple(self._state.warnings)
 
     @property
     def folder(self) -> Path:
@@ -609,12 +616,15 @@ class OutputKeeper:
         write_to_log(self._folder, text, self._rank)
 
 
-def describe_unkept(working_folder: Path | None, since: float, command: Sequence[str], origin: str | None) -> str:
+def describe_unkept(
+    working_folder: Path | None, since: float, command: Sequence[str], origin: str | None, problems: Sequence[str]
+) -> str:
     """Return what the author of a run that kept nothing should know: which files it wrote elsewhere, and what to do.
 
     Args:
         since: when the script was started, in seconds since the epoch.
         origin: the checkpoint of another run whose files it began with, RUN@STEP.
+        problems: why files that it wrote where it should could not be kept.
     """
     written = []
     for name, path in list_files(working_folder) if working_folder is not None else ():
@@ -623,6 +633,8 @@ def describe_unkept(working_folder: Path | None, since: float, command: Sequence
     largest = sorted(written, reverse=True)[:MAX_NAMED_FILES]
     names = ", ".join(f"{name} ({size:,} bytes)" for size, name in largest)
     lost = f"; in its working folder, which is removed, it wrote {names}" if names else ""
+    if problems:
+        return f"{'; '.join(problems[:MAX_NAMED_PROBLEMS])}{lost}"
     if origin is not None and not names:
         return (
             f"the run wrote nothing new: it began with the files of {origin} and ran {shlex.join(command)!r}, which "

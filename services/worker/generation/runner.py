@@ -588,7 +588,7 @@ class GenerationRunner:
         if self._keeper.has_kept:
             return self._keeper.unkept_notice
         command, since = self.placed.spec.command or (), self.files.launch.stat().st_mtime
-        return describe_unkept(self._read_code_folder(), since, command, self._keeper.origin)
+        return describe_unkept(self._read_code_folder(), since, command, self._keeper.origin, self._keeper.problems)
 
     async def _report(self, report: Report) -> None:
         if await self._reports.is_done(report):

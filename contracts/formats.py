@@ -10,7 +10,8 @@ from itertools import pairwise
 DEFAULT_REASONS = frozenset(
     {
         *("cancelled by request", "drained by request", "undrained by request", "pinned by request"),
-        *("promoted by request", "configured by request", "staged by request", "adopted by request"),
+        *("promoted by request", "rolled back by request", "configured by request", "staged by request"),
+        *("unpinned by request", "stopped by request", "adopted by request"),
     }
 )
 

@@ -17,6 +17,7 @@ from services.gateway import checkpoint_queries, views
 from services.gateway.core.rows import Ingestion, Node, Run
 from services.gateway.pages import Order
 from services.gateway.store import (
+    CHECKPOINTS,
     COUNTED_COLUMNS,
     DATASETS,
     EVENTS,
@@ -60,9 +61,30 @@ BY_MODEL = Order((REGISTERED.c.name,))
 ANYTHING = "*"
 
 
-#: Runs with how far they are.
-RUNS_AND_PROGRESS = sa.select(RUNS, *(column for column in PROGRESS.c if column.name not in RUNS.c)).select_from(
-    RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id)
+_VERSIONS = MODELS.alias()
+#: The newest version of a run's model, if it is of that run: promotions and rollbacks of others come after a run's own.
+CHAMPION_VERSION = (
+    sa.select(MODELS.c.version)
+    .where(
+        MODELS.c.name == RUNS.c.model,
+        MODELS.c.run_id == RUNS.c.run_id,
+        MODELS.c.version
+        == sa.select(sa.func.max(_VERSIONS.c.version)).where(_VERSIONS.c.name == MODELS.c.name).scalar_subquery(),
+    )
+    .scalar_subquery()
+    .label("champion_version")
+)
+#: Runs with how far they are, and whether they are champions.
+RUNS_AND_PROGRESS = sa.select(
+    RUNS, *(column for column in PROGRESS.c if column.name not in RUNS.c), CHAMPION_VERSION
+).select_from(RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id))
+#: Versions of models, with what the training reported of their checkpoints.
+VERSIONS = sa.select(
+    MODELS, CHECKPOINTS.c.metrics.label("checkpoint_metrics"), RUNS.c.metrics.label("run_metrics")
+).select_from(
+    MODELS.outerjoin(CHECKPOINTS, MODELS.c.checkpoint_uri == CHECKPOINTS.c.uri).outerjoin(
+        RUNS, MODELS.c.run_id == RUNS.c.run_id
+    )
 )
 
 
@@ -379,12 +401,12 @@ async def list_dataset_ids(store: Store) -> list[str]:
 
 async def list_versions(store: Store, *, limit: int, cursor: str | None, model: str | None = None) -> views.Models:
     """The versions of one model or of all, of each the newest first."""
-    query = sa.select(MODELS).where(*BY_VERSION.conditions(cursor)).order_by(*BY_VERSION.clauses())
+    query = VERSIONS.where(*BY_VERSION.conditions(cursor)).order_by(*BY_VERSION.clauses())
     if model is not None:
         query = query.where(MODELS.c.name == model)
     rows, next_cursor = BY_VERSION.cut(await store.fetch(query.limit(limit + 1)), limit)
     champions = await _champions(store, [row["name"] for row in rows])
-    versions = [views.ModelVersion(**row, champion=champions[row["name"]].version == row["version"]) for row in rows]
+    versions = [_read_version(row, champion=champions[row["name"]].version == row["version"]) for row in rows]
     return views.Models(models=versions, next_cursor=next_cursor)
 
 
@@ -422,8 +444,14 @@ async def _champions(store: Store, names: Sequence[str]) -> dict[str, views.Mode
     newest = sa.select(MODELS.c.name, sa.func.max(MODELS.c.version).label("version")).where(MODELS.c.name.in_(names))
     champion = newest.group_by(MODELS.c.name).subquery()
     same = sa.and_(MODELS.c.name == champion.c.name, MODELS.c.version == champion.c.version)
-    rows = await store.fetch(sa.select(MODELS).join(champion, same))
-    return {row["name"]: views.ModelVersion(**row, champion=True) for row in rows}
+    rows = await store.fetch(VERSIONS.join(champion, same))
+    return {row["name"]: _read_version(row, champion=True) for row in rows}
+
+
+def _read_version(row: Row, *, champion: bool) -> views.ModelVersion:
+    fields = {column.name: row[column.name] for column in MODELS.c}
+    reported = row["checkpoint_metrics"] or row["run_metrics"] or {}
+    return views.ModelVersion(**fields, champion=champion, training_metrics=reported)
 
 
 async def _pending_promotions(store: Store, models: Sequence[str]) -> dict[str, list[views.PendingPromotion]]:

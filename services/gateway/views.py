@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -208,7 +208,10 @@ class RunSummary(View):
     team: str | None
     priority: int
     model: str | None
+    #: The version that it was promoted to.
     model_version: int | None
+    #: The version by which it is the champion of its model now; None: it is not, or no longer.
+    champion_version: int | None = None
     parent_run_id: str | None
     #: For a run of kind evaluate: the run whose checkpoint it measures.
     evaluates: str | None = None
@@ -565,6 +568,8 @@ class IngestionView(View):
 @dataclass(frozen=True, slots=True)
 class ModelVersion(rows.Model):
     champion: bool = False
+    #: What its training reported of its checkpoint. ``metrics`` are of its evaluation, and absent where it had none.
+    training_metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Models(Page):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contracts.spec.gates import ModelGates, SliceGate
 from trainbus.client.errors import UsageError
-from trainbus.client.models import change_gates
+from trainbus.client.models import ModelRecord, ModelVersion, change_gates
+from trainbus.commands.models import format_version_reason, print_models
 
 CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = {
     "set": (ModelGates(), ["confidence=0.95", "approval=true"], [], ModelGates(confidence=0.95, approval=True)),
@@ -41,6 +44,35 @@ def test_changes_of_gates(case: str) -> None:
             change_gates(before, changes, removals)
     else:
         assert change_gates(before, changes, removals) == expected
+
+
+def version(number: int, **fields: Any) -> ModelVersion:
+    defaults: dict[str, Any] = {"metrics": {}, "training_metrics": {}, "reason": "", "rollback": False}
+    named = {"run_id": f"r{number}", "checkpoint_uri": "s3://models/c", "dataset_id": None}
+    return ModelVersion(version=number, promoted_at=datetime.now(UTC), **named, **defaults | fields)
+
+
+def test_the_champion_is_among_the_aliases_and_has_the_metrics_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    promoted_by_hand = version(2, training_metrics={"validation/accuracy": 0.9}, reason="promoted by request")
+    print_models([ModelRecord("digits", [version(1), promoted_by_hand], aliases={"staging": 1})])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "champion=v2, staging=v1" in shown
+    assert "validation/accuracy 0.9 (training)" in shown
+
+
+#: Whether a version is a rollback, and the reason of its fact -> what is printed.
+REASONS = [
+    (True, "rolled back by request", "rolled back"),
+    (True, "it was worse", "rolled back: it was worse"),
+    (False, "better", "better"),
+]
+
+
+@pytest.mark.parametrize(("rollback", "reason", "text"), REASONS)
+def test_the_reason_of_a_version(rollback: bool, reason: str, text: str) -> None:
+    assert format_version_reason(version(3, rollback=rollback, reason=reason)) == text
 
 
 def test_a_file_of_gates_replaces_what_was_set(tmp_path: Path) -> None:

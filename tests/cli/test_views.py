@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointStaged
+from contracts.events.model import ModelPromoted
 from contracts.events.node import NodeJoined, NodeLost, NodeNotice
 from contracts.events.run import (
     CheckpointRef,
@@ -85,6 +86,7 @@ LIFE = [
     RunExited(run_id="r1", generation=2, node_id="n1", outcome="succeeded", step=20, metrics={"loss": 0.1}),
     RunCompleted(run_id="r1", generation=2, metrics={"loss": 0.1}),
     RunEvaluated(run_id="r1", evaluation_run_id="e1", metrics={"test/accuracy": 0.9}),
+    ModelPromoted(model="digits", version=1, run_id="r1", checkpoint_uri="s3://models/10", reason="first"),
     RunPromoted(run_id="r1", model="digits", version=1, reason="first"),
 ]
 #: Facts of the life so far -> (state, slots, busy slots of n0 and n1)
@@ -116,6 +118,19 @@ def test_the_end_of_a_life() -> None:
     assert view.last_checkpoint is not None
     assert view.last_checkpoint.step == 10
     assert (view.evaluation, view.verdict) == ({"test/accuracy": 0.9}, "champion v1")
+
+
+def test_the_champion_is_the_run_that_holds_the_model_now() -> None:
+    other = accepted().model_copy(update={"run_id": "r2"})
+    second = [
+        ModelPromoted(model="digits", version=2, run_id="r2", checkpoint_uri="s3://models/x"),
+        RunPromoted(run_id="r2", model="digits", version=2, reason="better"),
+    ]
+    back = ModelPromoted(model="digits", version=3, run_id="r1", checkpoint_uri="s3://models/10", rollback=True)
+    runs = read_answers(*LIFE, other, *second).runs
+    assert (runs["r1"].verdict, runs["r2"].verdict) == ("was champion v1", "champion v2")
+    runs = read_answers(*LIFE, other, *second, back).runs
+    assert (runs["r1"].verdict, runs["r2"].verdict) == ("champion v3", "was champion v2")
 
 
 def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

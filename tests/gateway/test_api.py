@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from contracts import subjects
 from contracts.base import run_id_for
+from contracts.checkpoint_ref import CheckpointRef
 from contracts.envelope import Envelope
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted
@@ -737,7 +738,11 @@ async def test_a_model_shows_its_gates_aliases_and_who_waits(
 ) -> None:
     monkeypatch.setattr(queries, "MAX_PENDING", 1)
     promoted = ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri="s3://models/x")
-    again = promoted.model_copy(update={"version": 2, "run_id": "r2", "metrics": {"accuracy": 0.9}})
+    ref = CheckpointRef(uri="s3://models/y", step=5, epoch=1, samples_consumed=5)
+    committed = CheckpointCommitted(
+        run_id="r2", generation=1, checkpoint=ref, size_bytes=1, metrics={"validation/accuracy": 0.8}
+    )
+    again = promoted.model_copy(update={"version": 2, "run_id": "r2", "checkpoint_uri": ref.uri})
     staged = ModelStaged(model="digits", alias="staging", version=1, run_id=RUN, request_id="q")
     removed = [
         ModelStaged(model="digits", alias="old", version=1, run_id=RUN, request_id="q1"),
@@ -752,13 +757,16 @@ async def test_a_model_shows_its_gates_aliases_and_who_waits(
     pending = RunPromotionPending(run_id="rwaits", model="digits", awaits="approval", reason="approve it")
     configured = ModelConfigured(model="digits", version=2, gates=gates)
     later = [each.model_copy(update={"run_id": "rwaits2"}) for each in (accepted, pending)]
-    await publish(bus, promoted, again, staged, *removed, failed, older, configured, *later, accepted, pending)
+    await publish(
+        bus, promoted, committed, again, staged, *removed, failed, older, configured, *later, accepted, pending
+    )
     found: dict[str, Any] = {}
     async with asyncio.timeout(60):
         while not found.get("pending"):
             found = (await gateway.client.get("/models/digits")).json()
             await asyncio.sleep(0.05)
     assert (found["champion"]["version"], found["champion"]["champion"]) == (2, True)
+    assert (found["champion"]["metrics"], found["champion"]["training_metrics"]) == ({}, {"validation/accuracy": 0.8})
     pages = [await gateway.get("/models/digits/versions", params={"limit": 1})]
     pages.append(await gateway.get("/models/digits/versions", params={"limit": 1, "cursor": pages[0]["next_cursor"]}))
     assert [[(each["version"], each["champion"]) for each in page["models"]] for page in pages] == [

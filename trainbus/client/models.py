@@ -33,7 +33,10 @@ class ModelVersion:
     run_id: str
     checkpoint_uri: str
     dataset_id: str | None
+    #: Of its evaluation; empty for a run that was promoted without one.
     metrics: dict[str, float]
+    #: What its training reported of its checkpoint.
+    training_metrics: dict[str, float]
     reason: str
     rollback: bool
     promoted_at: datetime
@@ -148,8 +151,8 @@ def _read_model(found: Mapping[str, Any]) -> ModelRecord:
 
 def _read_version(found: Mapping[str, Any]) -> ModelVersion:
     taken = {each.name: found[each.name] for each in fields(ModelVersion)}
-    promoted_at = read_time(found["promoted_at"])
-    return ModelVersion(**taken | {"metrics": read_metrics(found["metrics"]), "promoted_at": promoted_at})
+    measured = {name: read_metrics(found[name]) for name in ("metrics", "training_metrics")}
+    return ModelVersion(**taken | measured | {"promoted_at": read_time(found["promoted_at"])})
 
 
 def change_gates(gates: ModelGates, changes: Iterable[str], removals: Iterable[str] = ()) -> ModelGates:

@@ -158,7 +158,8 @@ def read_view(found: Mapping[str, Any]) -> RunView:
 def _describe_verdict(found: Mapping[str, Any]) -> str:
     match found["verdict"]:
         case "promoted":
-            return f"champion v{found['model_version']}"
+            version = found["champion_version"]
+            return f"was champion v{found['model_version']}" if version is None else f"champion v{version}"
         case "not_promoted":
             return "not promoted"
         case str(verdict) if verdict.startswith(f"{AWAITING}_"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contracts import subjects
+from contracts.formats import format_reason
 from contracts.texts import describe
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.commands import render
@@ -16,7 +17,7 @@ from trainbus.commands.options import DataDir, Json, Run, StackName, choose_data
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
-    from trainbus.client.models import ModelRecord
+    from trainbus.client.models import ModelRecord, ModelVersion
 
 app = typer.Typer(
     name="models",
@@ -64,12 +65,13 @@ async def _list(client: AsyncClient, *, as_json: bool, only_champions: bool = Fa
     elif not found:
         print("no champions yet: a run with `evaluation` competes for one")
     else:
-        _print_models(found)
+        print_models(found)
         if client.address.serving_url:
             print(f"they answer at {client.address.serving_url} (POST /predict/MODEL; /docs has their fields)")
 
 
-def _print_models(found: Sequence[ModelRecord]) -> None:
+def print_models(found: Sequence[ModelRecord]) -> None:
+    """Print a table of models, and under it what is not served and who waits."""
     columns = ("model", "version", "run", "metrics", "aliases", "since", "served")
     table = render.table(*columns, right=("version", "since", "served"))
     now = render.utc_now()
@@ -79,7 +81,7 @@ def _print_models(found: Sequence[ModelRecord]) -> None:
             record.model,
             str(champion.version) if champion else "",
             champion.run_id if champion else "",
-            render.numbers(champion.metrics) if champion else "",
+            _metrics(champion) if champion else "",
             render.escape(_aliases(record)),
             render.ago(champion.promoted_at, now) if champion else "",
             "-" if record.served_version is None else f"v{record.served_version}",
@@ -94,7 +96,20 @@ def _print_models(found: Sequence[ModelRecord]) -> None:
 
 
 def _aliases(record: ModelRecord) -> str:
-    return ", ".join(f"{alias}=v{version}" for alias, version in sorted(record.aliases.items()))
+    champion = [] if record.champion is None else [("champion", record.champion.version)]
+    return ", ".join(f"{alias}=v{version}" for alias, version in [*champion, *sorted(record.aliases.items())])
+
+
+def _metrics(version: ModelVersion) -> str:
+    """Return what the evaluation measured; without one, what the training reported, marked as that."""
+    if version.metrics or not version.training_metrics:
+        return render.numbers(version.metrics)
+    return f"{render.numbers(version.training_metrics)} [dim](training)[/]"
+
+
+def format_version_reason(version: ModelVersion) -> str:
+    """Return why a version became the champion."""
+    return f"rolled back{format_reason(version.reason)}" if version.rollback else version.reason
 
 
 def _print_pending(record: ModelRecord) -> None:
@@ -124,12 +139,11 @@ async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
     for each in reversed(record.versions):
         marks = [alias for alias, version in record.aliases.items() if version == each.version]
         label = ", ".join((["champion"] if each is champion else []) + sorted(marks))
-        back = "rolled back: " if each.rollback else ""
         table.add_row(
             f"{each.version}" + (f" [green]{render.escape(label)}[/]" if label else ""),
             each.run_id,
-            render.numbers(each.metrics),
-            render.escape(back + each.reason),
+            _metrics(each),
+            render.escape(format_version_reason(each)),
             render.ago(each.promoted_at, now),
         )
     render.console().print(table)

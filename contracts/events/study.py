@@ -114,6 +114,8 @@ class TrialEnded(TrialFact, fact="trial_ended"):
     metrics: dict[str, float] = Field(default_factory=dict)
     #: How far each constraint is broken: above 0 it is.
     violations: tuple[float, ...] = ()
+    #: The objectives, or metrics of constraints, that its run has not reported.
+    missing: tuple[str, ...] = ()
     reason: str = ""
 
 

@@ -42,6 +42,8 @@ class Trial:
     attributes: dict[str, Any] = field(default_factory=dict)
     values: tuple[float, ...] = ()
     violations: tuple[float, ...] = ()
+    #: Metrics of the study that its run has not reported.
+    missing: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     #: The pruner has decided: ``trial_pruned`` is still to be published.
@@ -171,5 +173,6 @@ def _change(trial: Trial, fact: TrialFact) -> None:
         case TrialEnded() if trial.state in ("running", "paused"):
             trial.state, trial.reason = fact.outcome, fact.reason
             trial.values, trial.metrics, trial.violations = fact.values, fact.metrics, fact.violations
+            trial.missing = fact.missing
             if fact.values and trial.until_epoch is not None:
                 trial.reports[trial.until_epoch] = fact.values

@@ -226,8 +226,10 @@ async def run_detail(store: Store, run_id: str, timeline: int = MAX_TIMELINE) ->
     (row,) = await store.fetch(query.where(RUNS.c.run_id == run_id))
     facts = await store.fetch(newest.limit(timeline)) if timeline else []
     last = (row["checkpoint"] or {}).get("uri")
+    summary = views.run_fields(row)
     fields = {
-        **views.run_fields(row),
+        **summary,
+        "warnings": views.find_warnings(summary),
         "best_checkpoint": await checkpoint_queries.describe_best(store, row),
         "state_digest": await checkpoint_queries.find_state_digest(store, last),
         "steps_per_s": await _measure_pace(store, row) if row["state"] == "running" else None,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from contracts.base import TOKEN_PATTERN
 from contracts.events.capacity import PolicyOrigin
 from contracts.main_metric import choose_main_metric
+from contracts.metric_names import describe_absent_metrics
 from contracts.problems import FieldProblem
 from contracts.run_states import TERMINAL_STATES
 from contracts.state.node import NodeDrain
@@ -301,6 +302,8 @@ class RunDetail(RunSummary):
     steps_per_s: float | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
+    #: What is probably a mistake in its request: metrics that it names, and that were not reported in the first epoch.
+    warnings: list[str] = []
     #: Place in the log of the newest fact on its own subjects.
     sequence: int = 0
     #: Its newest facts.
@@ -673,6 +676,17 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
         "last_checkpoint": row["checkpoint"],
         "waiting": waiting,
     }
+
+
+def find_warnings(fields: Mapping[str, Any]) -> list[str]:
+    """Return what is probably a mistake in the request of a run, which is in the shape of ``RunSummary``."""
+    return describe_absent_metrics(
+        fields["spec"] or {},
+        fields["metrics"],
+        epoch=fields["epoch"],
+        is_ended=fields["state"] == "completed",
+        is_evaluated=fields["evaluation"] is not None,
+    )
 
 
 def timeline_fields(row: Mapping[Any, Any]) -> dict[str, Any]:

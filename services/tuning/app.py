@@ -44,7 +44,7 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.tuning import metrics
 from services.tuning.core import admission
-from services.tuning.core.decide import end_run, next_decision, report_trial, trial_request
+from services.tuning.core.decide import end_run, end_without_objectives, next_decision, report_trial, trial_request
 from services.tuning.core.progress import epoch_of
 
 log = structlog.get_logger(__name__)
@@ -208,7 +208,8 @@ class Tuner:
             ended = self._ended.get(trial.run_id)
             if ended is not None and not trial.prune:
                 await self._read_remaining_progress(study, trial)
-                return self._end_trial(study, trial, ended)
+                if trial.state == "running":
+                    return self._end_trial(study, trial, ended)
         with metrics.SUGGEST_SECONDS.time():
             return await asyncio.to_thread(next_decision, study)
 
@@ -254,7 +255,8 @@ class Tuner:
             else:
                 self._stop_following(trial.run_id)
                 is_over = trial.run_id in self._ended or trial.run_id in self._cancelling
-                if trial.state in ("pruned", "cancelled") and not is_over and trial.run_id in self._answered:
+                is_unwanted = trial.state in ("pruned", "cancelled", "failed")
+                if is_unwanted and not is_over and trial.run_id in self._answered:
                     await self._cancel_run(study, trial)
 
     async def _request_run(self, study: Study, trial: Trial) -> None:
@@ -313,7 +315,8 @@ class Tuner:
         reported = False
         for point in progress.points:
             step = epoch_of(study.spec, trial, progress, point)
-            fact = await asyncio.to_thread(report_trial, study, trial, step, point.values)
+            reports = await asyncio.to_thread(report_trial, study, trial, step, point.values)
+            fact = reports or end_without_objectives(study, trial, point.values)
             if fact is not None:
                 reported |= await self._publish(fact, self._causes.get(study.study_id))
         return reported

@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from contracts.spec.run import RunSpec
 from trainbus.client.comparison import RunResult, compare_runs
+from trainbus.client.errors import UsageError
 from trainbus.client.runs import MetricPoint
 from trainbus.client.views import RunView
 from trainbus.commands.results import draw_curve
@@ -31,6 +34,14 @@ def test_what_differs_and_what_came_of_it() -> None:
     assert (first.last, first.best, first.best_step) == (0.3, 0.2, 2)
     assert found.runs[1].step == 1
     assert list(compare_runs([one, other], ["train/lr"]).modes) == ["train/lr"]
+
+
+def test_a_metric_that_no_run_has_is_refused() -> None:
+    runs = [result("a", [0.5]), result("b", [0.4])]
+    with pytest.raises(UsageError, match="has a metric 'train/los': did you mean 'train/loss'"):
+        compare_runs(runs, ["train/los"])
+    with pytest.raises(UsageError, match="'nope': there is: train/loss, train/lr"):
+        compare_runs(runs, ["train/loss", "nope"])
 
 
 def test_the_same_requests_have_no_differences() -> None:

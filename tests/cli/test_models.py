@@ -10,7 +10,7 @@ import pytest
 
 from contracts.spec.gates import ModelGates, SliceGate
 from trainbus.client.errors import UsageError
-from trainbus.client.models import ModelRecord, ModelVersion, change_gates
+from trainbus.client.models import ModelRecord, ModelVersion, change_gates, find_unmeasured
 from trainbus.commands.models import format_version_reason, print_models
 
 CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = {
@@ -44,6 +44,13 @@ def test_changes_of_gates(case: str) -> None:
             change_gates(before, changes, removals)
     else:
         assert change_gates(before, changes, removals) == expected
+
+
+def test_a_bound_on_a_metric_that_the_champion_lacks_is_told() -> None:
+    gates = ModelGates.model_validate({"bounds": {"los": {"max": 1}, "test/accuracy": {"min": 0.5}}})
+    [text] = find_unmeasured(gates, {"test/loss": 0.1, "test/accuracy": 0.9})
+    assert "bounds.los: the champion's evaluation has no such metric: did you mean 'test/loss'?" in text
+    assert find_unmeasured(gates, {}) == []
 
 
 def version(number: int, **fields: Any) -> ModelVersion:

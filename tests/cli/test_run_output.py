@@ -35,6 +35,7 @@ from contracts.events.run import (
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.pace import TrainingPace
 from contracts.spec.run import RunSpec
+from contracts.spec.training import Retention
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from tests.client_address import serve_clients
@@ -150,6 +151,30 @@ async def test_a_followed_run_is_printed(client: AsyncClient, bus: Bus, capsys: 
     assert "[1] other\n" in shown
     assert "step 10/100, epoch 1, loss 0.5\n" in shown
     assert shown.splitlines()[-1].endswith(" completed")
+
+
+async def test_a_metric_that_never_comes_is_told_once_the_first_epoch_is_over(
+    client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retention = Retention(metric="validation/acuracy", mode="max")
+    await publish(bus, accepted(retention=retention), placed(), progress(10, 1, accuracy=0.5))
+    following = asyncio.create_task(print_run(client, RUN))
+    await publish(bus, progress(20, 2, accuracy=0.6), progress(30, 3, accuracy=0.6, loss=0.1))
+    shown = ""
+    async with asyncio.timeout(60):
+        while "warning" not in shown:
+            await asyncio.sleep(0.05)
+            shown += capsys.readouterr().out
+    told = "retention.metric is 'validation/acuracy', which the run does not report: did you mean 'accuracy'?"
+    assert f"warning: {told}" in shown
+    found = await client.run(RUN)
+    assert found.warnings[0].startswith(told)
+    assert (await client.why(RUN)).warnings == found.warnings
+    Console(file=(printed := io.StringIO()), width=400).print(run_tables.render_run(found))
+    assert told in printed.getvalue()
+    await publish(bus, EXITED, COMPLETED)
+    await following
+    assert (shown + capsys.readouterr().out).count("warning: ") == 1
 
 
 async def test_the_preparation_of_the_data_is_printed(

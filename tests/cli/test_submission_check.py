@@ -83,6 +83,34 @@ async def test_what_no_attempt_can_change_is_found_before_the_upload(
         await check(write_project(tmp_path, source), str(data), task, params=params)
 
 
+#: Options that name a metric, and what is said of it. The Task has the metrics of a kind in its evaluation.
+METRICS = [
+    ({"evaluate": "test/acuracy", "model": "m"}, "evaluation measures no 'test/acuracy': did you mean 'test/accuracy'"),
+    ({"evaluate": "test/accuracy", "model": "m"}, ""),
+    ({"retention_metric": "loss"}, "did you mean 'validation/loss'"),
+    ({"retention_metric": "validation/los:min"}, "did you mean 'validation/loss'"),
+    ({"retention_metric": "validation/loss"}, ""),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), METRICS)
+async def test_a_metric_that_the_task_cannot_report_is_refused(
+    tmp_path: Path, data: Path, options: dict[str, Any], message: str
+) -> None:
+    project = write_project(tmp_path, TASK.replace("(Task):", '(Task):\n    kind = "classification"\n'))
+    if not message:
+        assert await check(project, str(data), **options) == ""
+        return
+    with pytest.raises(UsageError, match=message):
+        await check(project, str(data), **options)
+
+
+async def test_metrics_of_methods_of_its_own_are_left_to_the_training(tmp_path: Path, data: Path) -> None:
+    own = "\n    def metrics(self, model, batch):\n        return {}\n"
+    project = write_project(tmp_path, TASK + own)
+    assert await check(project, str(data), evaluate="test/x", model="m", retention_metric="validation/y:max") == ""
+
+
 async def test_a_task_in_src_is_found(tmp_path: Path, data: Path) -> None:
     project = write_project(tmp_path)
     (project / "src" / "own").mkdir(parents=True)

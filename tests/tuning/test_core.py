@@ -21,7 +21,14 @@ from contracts.events.train import TuneRequested
 from contracts.state.study import Study
 from services.tuning.core.admission import find_problems, known_trials, spec_of
 from services.tuning.core.curves import predict, used_epochs
-from services.tuning.core.decide import best_request, end_run, next_decision, report_trial, trial_request
+from services.tuning.core.decide import (
+    best_request,
+    end_run,
+    end_without_objectives,
+    next_decision,
+    report_trial,
+    trial_request,
+)
 from services.tuning.core.optuna_study import best_trials, seed_of, suggest
 from tests.tuning import studies
 from tests.tuning.studies import METRIC, decide_all, finish_run, formula, run_study, study_of
@@ -121,8 +128,64 @@ def test_a_run_without_the_metric_is_a_failed_trial_that_names_what_it_reported(
     assert isinstance(ended, TrialEnded)
     assert (ended.outcome, ended.reason) == (
         "failed",
-        "the run reported no validation/loss; it reported accuracy",
+        "the run reported no validation/loss: there is: accuracy",
     )
+    assert ended.missing == (METRIC,)
+
+
+def test_a_study_whose_objective_no_trial_reports_ends_with_the_first() -> None:
+    study = study_of()
+    decide_all(study)
+    for trial in list(study.running):
+        assert next_decision(study) is None
+        completed = RunCompleted(run_id=trial.run_id, generation=1, metrics={"validation/los": 1.0})
+        study.apply(end_run(study, trial, completed, None))
+    decide_all(study)
+    assert (study.state, len(study.trials)) == ("completed", study.spec.parallel)
+    assert "no trial can be judged" in study.reason
+    assert "did you mean 'validation/los'" in study.reason
+
+
+def test_one_trial_without_the_objective_ends_no_study_in_which_others_report_it() -> None:
+    study = study_of(parallel=1)
+    decide_all(study)
+    finish_run(study, study.running[0])
+    decide_all(study)
+    trial = study.running[0]
+    completed = RunCompleted(run_id=trial.run_id, generation=1, metrics={"loss": 1.0})
+    study.apply(end_run(study, trial, completed, None))
+    assert len(decide_all(study)) == 1
+    assert study.state == "running"
+
+
+TASK_RUN = {
+    "name": "run",
+    "task": "t:T",
+    "code": {"uri": "s3://code/c", "sha256": "0" * 64},
+    "data": {"source": "s3://lake/d/"},
+    "training": {"epochs": 8},
+}
+#: What a run reports at one point -> whether its trial ends.
+FIRST_REPORTS: list[tuple[dict[str, Any], dict[str, float], bool]] = [
+    ({"run": TASK_RUN}, {"train/loss": 1.0}, False),
+    ({"run": TASK_RUN}, {"validation/accuracy": 1.0}, True),
+    ({"run": TASK_RUN}, {"validation/accuracy": 1.0, METRIC: 1.0}, False),
+    ({}, {"validation/accuracy": 1.0}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "metrics", "ends"), FIRST_REPORTS)
+def test_a_trial_of_a_task_ends_at_its_first_validation_without_the_objective(
+    changes: dict[str, Any], metrics: dict[str, float], ends: bool
+) -> None:
+    study = study_of(**changes)
+    decide_all(study)
+    ended = end_without_objectives(study, study.trials[0], metrics)
+    assert (ended is not None) == ends
+    if ended is not None:
+        assert (ended.outcome, ended.missing) == ("failed", (METRIC,))
+        study.apply(ended)
+        assert end_without_objectives(study, study.trials[0], metrics) is None
 
 
 def test_a_paused_trial_goes_on_from_its_checkpoint_within_the_budget() -> None:

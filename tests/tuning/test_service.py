@@ -122,3 +122,34 @@ async def test_a_study_is_rejected_in_words_and_another_is_stopped(settings: Set
         assert stopped.reason == "enough"
         cancels = await until(bus, "cancel.requested", 2, "REQUESTS")
         assert {each.run_id for each in cancels} == {trial.run_id for trial in suggested}
+
+
+@pytest.mark.shell
+async def test_trials_of_a_task_end_with_their_study_when_the_objective_is_not_among_the_metrics(
+    settings: Settings, bus: Bus
+) -> None:
+    task = {
+        "task": "t:T",
+        "code": {"uri": "s3://code/c", "sha256": "0" * 64},
+        "data": {"source": "s3://lake/d/"},
+        "training": {"epochs": 4},
+    }
+    body = {**BODY, "run": {"name": "run", **task}, "epochs": None, "trials": 8}
+    body |= {"objectives": [{"metric": "validation/acuracy", "mode": "max"}], "parallel": 1}
+    async with running(settings):
+        await request(bus, "tune", body)
+        [first] = await until(bus, f"study.{STUDY}.trial_suggested")
+        await accept(bus, first.run_id, 0)
+        point = ProgressPoint(step=1, time=0.0, values={"validation/accuracy": 0.5})
+        await bus.publish(
+            RunProgress(
+                run_id=first.run_id, generation=1, node_id="n1", rank=0, offset=1, points=(point,), total_steps=4
+            )
+        )
+        [cancel] = await until(bus, "cancel.requested", 1, "REQUESTS")
+        assert cancel.run_id == first.run_id
+        [completed] = await until(bus, f"study.{STUDY}.completed")
+        assert "did you mean 'validation/accuracy'" in completed.reason
+        await request(bus, "tune", body | {"objectives": [{"metric": "accuracy"}]}, "4")
+        [rejected] = await until(bus, f"study.{study_id_for(SOURCE, '4')}.rejected")
+        assert "objectives.0.metric: the training of a Task reports no 'accuracy'" in rejected.reason

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.best_checkpoint import ranking_metrics
+from contracts.metric_names import suggest_metric
+from trainbus.client.errors import UsageError
 from trainbus.client.runs import MetricPoint
 from trainbus.client.views import RunView
 
@@ -62,7 +64,11 @@ class RunResult:
 
 
 def compare_runs(results: Sequence[RunResult], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare runs. ``metrics``: only these; default: all but those about the training's speed and rates."""
+    """Compare runs. ``metrics``: only these; default: all but those about the training's speed and rates.
+
+    Raises:
+        UsageError: no run has one of the metrics.
+    """
     modes = {name: _mode(name, results) for name in _names(results, metrics)}
     compared = tuple(
         ComparedRun(
@@ -87,8 +93,10 @@ def _names(results: Sequence[RunResult], wanted: Sequence[str]) -> list[str]:
     for result in results:
         for name in {*result.series, *result.view.metrics, *result.view.evaluation}:
             counts[name] = counts.get(name, 0) + 1
+    if unknown := [name for name in wanted if name not in counts]:
+        raise UsageError(f"none of the runs has a metric {unknown[0]!r}: {suggest_metric(unknown[0], counts)}")
     if wanted:
-        return [name for name in wanted if name in counts]
+        return list(wanted)
     return sorted((name for name in counts if name not in OPERATIONAL), key=lambda name: (-counts[name], name))
 
 

@@ -30,6 +30,8 @@ class Explanation:
     details: dict[str, Any] = field(default_factory=dict)
     #: Whether the scheduler was asked and did not answer.
     unanswered: bool = False
+    #: What is probably a mistake in its request.
+    warnings: tuple[str, ...] = ()
 
 
 async def explain_run(connection: Connection, run_id: str) -> Explanation:
@@ -41,9 +43,10 @@ async def explain_run(connection: Connection, run_id: str) -> Explanation:
     answered, answer = found.get("answered_by") == "scheduler", found.get("answer") or {}
     if not answered or answer.get("state") == "unknown":
         unanswered = not answered and not view.ended
-        return Explanation(run_id, view.name, view.state, recorded_reason(view), "log", unanswered=unanswered)
+        return Explanation(run_id, view.name, view.state, recorded_reason(view), "log", {}, unanswered, view.warnings)
     details = {name: answer[name] for name in DETAILS if name in answer}
-    return Explanation(run_id, view.name, view.state, str(answer["message"]), "scheduler", details)
+    message = str(answer["message"])
+    return Explanation(run_id, view.name, view.state, message, "scheduler", details, warnings=view.warnings)
 
 
 def recorded_reason(view: RunView) -> str:

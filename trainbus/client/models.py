@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from contracts.base import TOKEN_PATTERN
 from contracts.lenient import Lenient
+from contracts.metric_names import strip_split, suggest_metric
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.gates import ModelGates
 from trainbus.client.connection import Connection
@@ -180,6 +181,16 @@ def change_gates(gates: ModelGates, changes: Iterable[str], removals: Iterable[s
         return ModelGates.model_validate(plain)
     except ValidationError as error:
         raise UsageError(f"gates: {join_problems(describe_problems(error, plain))}") from error
+
+
+def find_unmeasured(gates: ModelGates, metrics: Mapping[str, float]) -> list[str]:
+    """Return what is said of the bounds on metrics that the champion's evaluation did not have; it may be mistaken."""
+    measured = set(map(strip_split, metrics))
+    return [
+        f"gates: bounds.{name}: the champion's evaluation has no such metric: {suggest_metric(name, metrics)}"
+        for name in (gates.bounds if metrics else ())
+        if strip_split(name) not in measured
+    ]
 
 
 def _read_gates(path: Path) -> dict[str, Any]:

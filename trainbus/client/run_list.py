@@ -137,6 +137,7 @@ def read_view(found: Mapping[str, Any]) -> RunView:
     """Return a run from all that the gateway knows of it."""
     view = read_summary(found)
     view.steps_per_s, view.state_digest = found["steps_per_s"], found["state_digest"] or ""
+    view.warnings = tuple(found["warnings"])
     view.log_tail, view.starts = tuple(found["log_tail"]), found["starts"]
     if found["problems"]:
         view.reason = join_problems(map(FieldProblem.model_validate, found["problems"]))

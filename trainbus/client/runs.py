@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from contracts import streams, subjects
 from contracts.events import run
+from contracts.metric_names import describe_absent_metrics
 from contracts.pace import TrainingPace
 from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
@@ -258,6 +259,9 @@ def apply_progress(view: RunView, event: run.RunProgress, pace: TrainingPace) ->
         view.metrics.update(point.values)
         pace.add(point.time, point.step)
     view.steps_per_s = pace.steps_per_s
+    if view.spec is not None:
+        spec = view.spec.model_dump(mode="json", exclude_defaults=True)
+        view.warnings = tuple(describe_absent_metrics(spec, view.metrics, epoch=view.epoch))
 
 
 async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[MetricPoint]]:

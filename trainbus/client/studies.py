@@ -118,7 +118,8 @@ async def submit_study(
     except ValidationError as error:
         raise invalid_request(error, wanted, TuneRequested) from error
     if options.get("check") is not False:
-        await check_submission(_example_run(run, request), package)
+        objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
+        await check_submission(_example_run(run, request), package, objectives)
     if package is not None and run.code is not None and request.run is not None:
         code = run.code.model_copy(update={"uri": await upload_package(client.address, package)})
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})

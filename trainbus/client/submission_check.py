@@ -31,8 +31,10 @@ SKIP_HINT = "nothing was uploaded; --no-check submits it nevertheless"
 PYTHON_ROOT = Path(__file__).resolve().parents[2]
 
 
-async def check_submission(request: TrainRequested, package: CodePackage | None) -> str:
+async def check_submission(request: TrainRequested, package: CodePackage | None, objectives: Sequence[str] = ()) -> str:
     """Check what a request would run; return what could not be checked here, '' if all was.
+
+    ``objectives``: metrics that its training must report besides those that it names.
 
     Raises:
         UsageError: no attempt could succeed.
@@ -52,12 +54,27 @@ async def check_submission(request: TrainRequested, package: CodePackage | None)
     with tempfile.TemporaryDirectory(prefix="trainbus-check-") as temporary:
         code = Path(temporary).resolve() / "code"
         _unpack(package, code)
-        return await _check_task(request, code, Path(temporary) / "answer.json", sample)
+        encoded = None if sample is None else {name: base64.b64encode(each).decode() for name, each in sample.items()}
+        given: dict[str, object] = {
+            "folder": str(code),
+            "task": request.task,
+            "params": request.params,
+            "sample": encoded,
+        }
+        given["trained"] = [*_retention_metric(request), *objectives]
+        given["measured"] = _evaluation_metric(request)
+        return await _check_task(request, code, Path(temporary) / "answer.json", given)
 
 
-async def _check_task(request: TrainRequested, code: Path, answer: Path, sample: Mapping[str, bytes] | None) -> str:
-    encoded = None if sample is None else {name: base64.b64encode(each).decode() for name, each in sample.items()}
-    given = {"folder": str(code), "task": request.task, "params": request.params, "sample": encoded}
+def _retention_metric(request: TrainRequested) -> list[str]:
+    return [request.retention.metric] if "metric" in request.retention.model_fields_set else []
+
+
+def _evaluation_metric(request: TrainRequested) -> list[str]:
+    return [] if request.evaluation is None else [request.evaluation.metric]
+
+
+async def _check_task(request: TrainRequested, code: Path, answer: Path, given: Mapping[str, object]) -> str:
     path = os.pathsep.join(filter(None, (str(PYTHON_ROOT), os.environ.get("PYTHONPATH"))))
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "trainbus.ranks.task_check", str(answer)),

@@ -80,6 +80,8 @@ class RunView:
     mlflow_experiment_id: str | None = None
     parent_run_id: str | None = None
     evaluates: str | None = None
+    #: What is probably a mistake in its request; of a single run.
+    warnings: tuple[str, ...] = ()
     timeline: list[TimelineEntry] = field(default_factory=list)
     #: Whether it had facts before those of the timeline.
     is_timeline_cut: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -241,11 +242,13 @@ async def gates(
 ) -> None:
     """Show a model's gates, or change them: `--set confidence=0.95 --set slices.class.max_regression=0.02`."""
     from contracts.events.train import ConfigureRequested
-    from trainbus.client.models import ModelRecord, change_gates
+    from trainbus.client.models import ModelRecord, change_gates, find_unmeasured
 
     record = await _find_model(client, model) or ModelRecord(model)
     if changes or unset:
         made = change_gates(record.gates, changes or (), unset or ())
+        for text in find_unmeasured(made, record.champion.metrics) if record.champion else ():
+            print(text, file=sys.stderr)
         request = ConfigureRequested(
             model=model,
             gates=made,

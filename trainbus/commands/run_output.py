@@ -83,6 +83,7 @@ class RunPrinter:
         self._progress = ProgressLines(clock)
         self._held, self._told_failure = HeldOutput(clock), ToldFailure()
         self._phase, self._phase_printed_at = "", 0.0
+        self._warned: set[str] = set()
 
     def print_batch(self, view: RunView, batch: Iterable[StoredEvent]) -> None:
         """Print what a batch has; ``view`` is the run after it."""
@@ -100,6 +101,10 @@ class RunPrinter:
         for rank, lines in self._held.poll():
             self._print_lines(rank, lines)
         self.print_moment(self._progress.poll())
+        for text in view.warnings:
+            if (field := text.split()[0]) not in self._warned:  # what is reported later makes another text of it
+                self._warned.add(field)
+                self.print_moment(f"warning: {text}")
 
     def _print_fact(self, event: Any, moment: str) -> None:
         """Print a fact, and before one that ends the ranks what waits to be printed."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130
 #: What only the view of a single run has.
-DETAILS = ("timeline", "log_tail", "starts", "state_digest", "sequence", "is_timeline_cut")
+DETAILS = ("timeline", "log_tail", "starts", "state_digest", "sequence", "is_timeline_cut", "warnings")
 #: Columns of a list of runs that are there where they are empty too.
 ALWAYS_SHOWN = ("run", "name", "state", "slots", "step", "age")
 
@@ -129,6 +129,7 @@ def render_run(view: RunView, links: Mapping[str, str] | None = None) -> Table:
         ("run", view.run_id),
         ("name", escape(view.name)),
         ("state", render.state(view.state) + (f" [dim]({escape(view.reason)})[/]" if has_reason(view) else "")),
+        *(("warning", f"[yellow]{escape(text)}[/]") for text in view.warnings),
         ("slots", format_slots(view) + (f" on {', '.join(view.nodes)}" if view.nodes else "")),
         ("team", escape("/".join(filter(None, (view.team, view.user))))),
         ("priority", str(view.priority) if view.priority else ""),

@@ -198,7 +198,7 @@ async def why(
     found = await client.why(name)
     if as_json:
         named = {"run_id": found.run_id, "state": found.state, "why": found.reason, "answered_by": found.answered_by}
-        print(render.as_json({**named, **found.details}))
+        print(render.as_json({**named, **found.details, "warnings": found.warnings}))
         return
     from contracts.run_states import TERMINAL_STATES
     from trainbus.commands.run_tables import print_wait
@@ -212,6 +212,8 @@ async def why(
         for line in find_failure_lines((await client.run(found.run_id)).log_tail, found.reason):
             render.console().print(render.visible(line), markup=False, soft_wrap=True)
     print_wait(found.details)
+    for text in found.warnings:
+        render.console().print(f"[yellow]warning:[/] {render.escape(text)}", soft_wrap=True)
     if found.unanswered:
         print("(from the log: the scheduler does not answer; `trainbus doctor` shows what is wrong)", file=sys.stderr)
 

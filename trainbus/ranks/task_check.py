@@ -10,17 +10,29 @@ import base64
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contracts.metric_names import KIND_METRICS, find_unknown_metric
 from contracts.project_paths import find_import_folders
 
 #: What ``decode`` may use and only the prepared dataset has.
 FROM_DATASET = frozenset({"classes", "statistics"})
 
 
-def check_task(folder: Path, name: str, params: dict[str, Any], sample: dict[str, bytes] | None) -> dict[str, str]:
-    """Return ``{"problem": ...}``, ``{"skipped": ...}`` with what could not be checked, or ``{}``."""
+def check_task(
+    folder: Path,
+    name: str,
+    params: dict[str, Any],
+    sample: dict[str, bytes] | None,
+    trained: Sequence[str] = (),
+    measured: Sequence[str] = (),
+) -> dict[str, str]:
+    """Return ``{"problem": ...}``, ``{"skipped": ...}`` with what could not be checked, or ``{}``.
+
+    ``trained`` and ``measured`` are metrics that training and evaluation are to report.
+    """
     try:
         from trainbus.task import TaskError, describe, load_task
     except ModuleNotFoundError as error:
@@ -31,6 +43,8 @@ def check_task(folder: Path, name: str, params: dict[str, Any], sample: dict[str
         if missing := _missing_package(error, name, folder):
             return {"skipped": f"{missing} is not installed here, so the Task was not imported"}
         return {"problem": str(error)}
+    if problem := _find_unknown_metric(task, trained, measured):
+        return {"problem": problem}
     if sample is None:
         return {}
     code = getattr(type(task).decode, "__code__", None)
@@ -51,6 +65,16 @@ def check_task(folder: Path, name: str, params: dict[str, Any], sample: dict[str
     return {}
 
 
+def _find_unknown_metric(task: Any, trained: Sequence[str], measured: Sequence[str]) -> str:
+    """Return which metric the Task cannot report. What methods of its own return is known once it has trained."""
+    from trainbus.task import Task
+
+    own = type(task)
+    validated = ["loss"] if own.metrics is Task.metrics else None
+    computed = KIND_METRICS.get(task.kind or "", ()) if own.summarize is Task.summarize else None
+    return find_unknown_metric(trained, measured, validated=validated, computed=computed)
+
+
 def _missing_package(error: Exception, name: str, folder: Path) -> str:
     """Return the package, of which the node may have what this machine lacks; '' for a module of the project."""
     missing = error.__cause__
@@ -69,7 +93,8 @@ def main() -> None:
     given = json.load(sys.stdin)
     sample = given["sample"]
     decoded = None if sample is None else {name: base64.b64decode(value) for name, value in sample.items()}
-    answer = check_task(Path(given["folder"]), given["task"], given["params"], decoded)
+    metrics = given["trained"], given["measured"]
+    answer = check_task(Path(given["folder"]), given["task"], given["params"], decoded, *metrics)
     Path(sys.argv[1]).write_text(json.dumps(answer))
 
 

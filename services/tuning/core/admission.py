@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from contracts.events.study import KnownTrial
 from contracts.events.train import TuneRequested
+from contracts.metric_names import find_unknown_metric
 from contracts.problems import FieldProblem, describe_problems
 from contracts.spec.study import Parameter, StudyFields, StudySpec
 from contracts.state.study import Study
@@ -39,7 +40,13 @@ def find_problems(request: TuneRequested, studies: Mapping[str, Study]) -> list[
         spec = StudyFields.model_validate(request.model_dump(exclude=set(request.model_extra or ())))
     except ValidationError as error:
         return describe_problems(error, {})
-    return [*_space_problems(spec), *_method_problems(spec), *_warm_problems(spec, studies), *_run_problems(spec)]
+    return [
+        *_space_problems(spec),
+        *_metric_problems(spec),
+        *_method_problems(spec),
+        *_warm_problems(spec, studies),
+        *_run_problems(spec),
+    ]
 
 
 def spec_of(request: TuneRequested) -> StudySpec:
@@ -102,6 +109,19 @@ def _space_problems(spec: StudyFields) -> list[FieldProblem]:
             if name not in spec.space or not _contains({name: spec.space[name]}, {name: first[name]}, name)
         ]
     return problems
+
+
+def _metric_problems(spec: StudyFields) -> list[FieldProblem]:
+    """Return which metrics the training of a Task cannot report; a script may report any."""
+    if spec.run.task is None:
+        return []
+    named = {f"objectives.{index}.metric": each.metric for index, each in enumerate(spec.objectives)}
+    named |= {f"constraints.{index}.metric": each.metric for index, each in enumerate(spec.constraints)}
+    return [
+        FieldProblem(field=field, message=problem)
+        for field, metric in named.items()
+        if (problem := find_unknown_metric([metric], []))
+    ]
 
 
 def _method_problems(spec: StudyFields) -> list[FieldProblem]:

@@ -20,6 +20,7 @@ from contracts.events.study import (
     TrialSuggested,
 )
 from contracts.events.train import TrainRequested
+from contracts.metric_names import suggest_metric
 from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunFields
 from contracts.spec.study import StudyFields
@@ -29,6 +30,7 @@ from services.tuning.core.curves import choose_thaw
 #: Who requests the runs of trials.
 SOURCE = "trainbus/tuning"
 TRAINING = "training."
+VALIDATION = "validation/"
 STUDY_TAG, TRIAL_TAG = "trainbus.study", "trainbus.trial"
 MAX_NAME_CHARS = 200
 
@@ -127,7 +129,10 @@ def _is_grid_exhausted(study: Study) -> bool:
 
 
 def _describe_failures(study: Study) -> str:
-    """Return why the study ends early: too many failures in a row; '' otherwise."""
+    """Return why the study ends early: a metric that no trial reports, too many failures in a row; '' otherwise."""
+    for trial in study.search_trials:
+        if any(not _has_reported(study, name) for name in trial.missing):
+            return f"no trial can be judged: {trial.reason}"
     last = [trial for trial in study.search_trials if trial.state in ("completed", "pruned", "paused", "failed")]
     failed = 0
     for trial in reversed(last):
@@ -137,6 +142,12 @@ def _describe_failures(study: Study) -> str:
     if failed < study.spec.max_failures:
         return ""
     return f"the last {failed} trials failed: {last[-1].reason}"
+
+
+def _has_reported(study: Study, metric: str) -> bool:
+    """Return whether any trial has reported a metric of the study."""
+    is_objective = any(each.metric == metric for each in study.spec.objectives)
+    return any(metric in trial.metrics or (is_objective and trial.reports) for trial in study.search_trials)
 
 
 def _complete(study: Study, reason: str) -> StudyCompleted:
@@ -184,10 +195,7 @@ def end_run(study: Study, trial: Trial, completed: RunCompleted, dataset_id: str
     paused = trial.until_epoch is not None and last is not None and trial.until_epoch < last
     about: dict[str, Any] = {"study_id": study.study_id, "trial": trial.number, "run_id": trial.run_id}
     if values is None:
-        names = ", ".join(objective.metric for objective in study.spec.objectives)
-        known = ", ".join(sorted(completed.metrics)) or "none at all"
-        reason = f"the run reported no {names}; it reported {known}"
-        return TrialEnded(**about, outcome="failed", reason=reason, metrics=completed.metrics)
+        return _end_without(_missing_objectives(study, completed.metrics), study, trial, completed.metrics)
     if not all(map(math.isfinite, values)):
         told = ", ".join(f"{value:g}" for value in values)
         reason = f"the objective is {told}, which is no finite number"
@@ -205,11 +213,42 @@ def end_run(study: Study, trial: Trial, completed: RunCompleted, dataset_id: str
             metrics=completed.metrics,
         )
     violations = _violations(study, completed.metrics)
-    missing = [c.metric for c in study.spec.constraints if c.metric not in completed.metrics]
+    missing = tuple(c.metric for c in study.spec.constraints if c.metric not in completed.metrics)
     if missing:
-        reason = f"the run reported no {', '.join(missing)}, which a constraint names"
-        return TrialEnded(**about, outcome="failed", reason=reason, metrics=completed.metrics)
+        reason = f"the run reported no {missing[0]!r}, which a constraint names: "
+        reason += suggest_metric(missing[0], completed.metrics)
+        return TrialEnded(**about, outcome="failed", reason=reason, metrics=completed.metrics, missing=missing)
     return TrialEnded(**about, outcome="completed", values=values, metrics=completed.metrics, violations=violations)
+
+
+def end_without_objectives(study: Study, trial: Trial, metrics: Mapping[str, float]) -> TrialEnded | None:
+    """Return the end of a trial whose objectives will never come; None while they may.
+
+    ``metrics`` are what its run reports at one point. A Task reports all metrics of a validation together, and the same
+    ones each time. A script may report its objective at its very end.
+    """
+    if study.state != "running" or trial.state != "running" or trial.reports or study.spec.run.task is None:
+        return None
+    is_validation = any(name.startswith(VALIDATION) for name in metrics)
+    absent = tuple(each for each in _missing_objectives(study, metrics) if each.startswith(VALIDATION))
+    return _end_without(absent, study, trial, metrics) if is_validation and absent else None
+
+
+def _end_without(missing: tuple[str, ...], study: Study, trial: Trial, metrics: Mapping[str, float]) -> TrialEnded:
+    reason = f"the run reported no {', '.join(missing)}: {suggest_metric(missing[0], metrics)}"
+    return TrialEnded(
+        study_id=study.study_id,
+        trial=trial.number,
+        run_id=trial.run_id,
+        outcome="failed",
+        reason=reason,
+        metrics=dict(metrics),
+        missing=missing,
+    )
+
+
+def _missing_objectives(study: Study, metrics: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(each.metric for each in study.spec.objectives if each.metric not in metrics)
 
 
 def _violations(study: Study, metrics: Mapping[str, float]) -> tuple[float, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 #: By the ending of a file's name: the format that it speaks for. Other files speak for none.
 FORMAT_BY_SUFFIX = {
@@ -27,37 +28,98 @@ DESCRIPTIONS = {
     "manifest.csv": "binary",
     "index.json": "mds",
 }
+#: What is wrong with images of which no folder and no table says the class.
+WITHOUT_LABELS = (
+    "are in no folder: put each into one that is named after its class, or add a labels.csv (columns file, label)"
+)
 #: Names of files without an ending that say nothing of the data.
 WITHOUT_DATA = frozenset({"readme", "license"})
+
+
+#: Formats whose files are no text and no numbers, so that ``text`` and ``tokens`` would read noise.
+ENCODED_FORMATS = frozenset({"images", "parquet", "webdataset", "mds"})
+
+
+@dataclass(slots=True)
+class FormatFiles:
+    """The files that speak for a format."""
+
+    example: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return self.example if self.count == 1 else f"{self.count:,} files, such as {self.example}"
 
 
 def recognize_format(names: Iterable[str]) -> str | None:
     """Return the format of files by their names; None if none speaks for one.
 
     Raises:
-        ValueError: they are of two formats.
+        ValueError: they are of two formats; what most files are is named first.
     """
-    examples: dict[str, str] = {}
+    found: dict[str, FormatFiles] = {}
     described = ""
-    for name in names:
+    for name in _without_readme(names):
         last = name.rsplit("/", 1)[-1].lower()
-        if last.startswith(".") or last.partition(".")[0] in WITHOUT_DATA:
-            continue
         if (format_ := DESCRIPTIONS.get(last)) is not None:
             described = described or format_
         elif (format_ := FORMAT_BY_SUFFIX.get(_ending(last))) is not None:
-            examples.setdefault(format_, name)
-    if described == "binary" or (described and not examples):
+            _count(found, format_, name)
+    if described == "binary" or (described and not found):
         return described
     if described:
-        examples.setdefault(described, "its description")
-    if len(examples) > 1:
-        (one, first), (other, second) = list(examples.items())[:2]
+        found.setdefault(described, FormatFiles("its description"))
+    if len(found) > 1:
+        (one, most), (other, fewer) = sorted(found.items(), key=lambda item: -item[1].count)[:2]
+        # Any file has bytes: text leaves none out.
+        rest = "all files are then read as text" if one == "text" else "the other files then count as broken records"
         raise ValueError(
-            f"both {one} ({first}) and {other} ({second}) are there: keep one kind in a folder, or say which with "
-            f"data.format (--format {one}); the other files are then put aside"
+            f"both {one} ({most}) and {other} ({fewer}) are there: keep one kind in a folder, or say which is meant "
+            f"with data.format (--format {one}); {rest}"
         )
-    return next(iter(examples), None)
+    return next(iter(found), None)
+
+
+def find_format_mismatch(format_: str, names: Iterable[str]) -> str:
+    """Return why files cannot be of a format, by their names; '' if they can.
+
+    Files are taken for another format where most of them have its endings and none has one of ``format_``.
+    """
+    found: dict[str, FormatFiles] = {}
+    total, is_described, has_folders = 0, False, False
+    for name in _without_readme(names):
+        last = name.rsplit("/", 1)[-1].lower()
+        total += 1
+        is_described |= DESCRIPTIONS.get(last) == format_
+        has_folders |= "/" in name
+        if (other := FORMAT_BY_SUFFIX.get(_ending(last))) is not None:
+            _count(found, other, name)
+    if format_ in found and format_ not in ("text", "tokens"):
+        if format_ == "images" and not has_folders and not is_described:
+            return f"images ({found[format_]}) {WITHOUT_LABELS}"
+        return ""
+    most = max(found, key=lambda each: found[each].count, default="")
+    is_other = bool(most) and most != format_ and 2 * found[most].count > total
+    if not is_other or is_described or format_ in ("auto", "binary"):
+        return ""
+    if format_ in ("text", "tokens") and most not in ENCODED_FORMATS:
+        return ""
+    return f"the format is to be {format_} (--format {format_}), but the files are {most} ({found[most]})"
+
+
+def _count(found: dict[str, FormatFiles], format_: str, name: str) -> None:
+    if format_ in found:
+        found[format_].count += 1
+    else:
+        found[format_] = FormatFiles(name)
+
+
+def _without_readme(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of files that may be data."""
+    for name in names:
+        last = name.rsplit("/", 1)[-1].lower()
+        if not last.startswith(".") and last.partition(".")[0] not in WITHOUT_DATA:
+            yield name
 
 
 def _ending(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import structlog
 from pydantic import ValidationError
 
-from contracts.data_formats import FORMAT_BY_SUFFIX, recognize_format
+from contracts.data_formats import FORMAT_BY_SUFFIX, find_format_mismatch, recognize_format
 from contracts.datasets import canonical_json, ingestion_uri
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.data import DataSource
@@ -155,7 +155,14 @@ class IngestionJob:
         log.info("recognised the format", source=where, format=found)
         self._check_request()
 
+    def _check_format(self) -> None:
+        """Check that the format which was asked for can be that of the files, before they are read."""
+        names = (listed.path for listed in self._catalog.objects())
+        if problem := find_format_mismatch(self._data.format, names):
+            raise PoisonMessage(f"{self._data.source}: {problem}")
+
     async def _build(self, fingerprint: str, folder_uri: str) -> None:
+        await run_in_thread(self._check_format)
         with (self._folder / QUARANTINE).open("wb") as quarantine:
             await self._validate(quarantine, folder_uri)
             await run_in_thread(commit_records, self._data, self._catalog, self._intake, self._tally, self._folder)

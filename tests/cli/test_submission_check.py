@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from contracts.data_formats import recognize_format
+from contracts.data_formats import find_format_mismatch, recognize_format
 from trainbus.client.data_format import find_local_format, read_sample
 from trainbus.client.errors import UsageError
 from trainbus.client.package import pack_project
@@ -173,6 +174,50 @@ def test_a_folder_of_two_kinds_names_both(data: Path) -> None:
     with pytest.raises(UsageError, match=r"both jsonl \(a.jsonl\) and parquet \(b.parquet\) are there"):
         find_local_format(data)
     assert build_data(str(data), "jsonl")["format"] == "jsonl"
+
+
+def test_the_format_of_most_files_is_advised(tmp_path: Path) -> None:
+    names = ["notes.txt", *(f"cat/{number}.png" for number in range(80))]
+    with pytest.raises(
+        ValueError, match=r"images \(80 files, such as cat/0.png\) and text \(notes.txt\).*--format images"
+    ):
+        recognize_format(names)
+
+
+PICTURES = ["cat/0.png", "dog/1.png", "notes.txt"]
+#: A format, files, and what is wrong with them.
+MISMATCHES = [
+    ("text", PICTURES, r"the format is to be text \(--format text\), but the files are images \(2 files, such as"),
+    ("tokens", PICTURES, "but the files are images"),
+    ("csv", ["a.parquet"], r"but the files are parquet \(a.parquet\)"),
+    ("jsonl", PICTURES, "but the files are images"),
+    ("images", ["a.png", "b.png"], "put each into one that is named after its class"),
+    ("images", ["a.csv"], "but the files are csv"),
+    ("images", PICTURES, ""),
+    ("images", ["a.png", "labels.csv"], ""),
+    ("text", ["a.jsonl", "b.jsonl"], ""),
+    ("text", ["book"], ""),
+    ("tokens", ["a.bin"], ""),
+    ("jsonl", ["a.jsonl.gz", "notes.txt"], ""),
+    ("csv", ["a.csv", "b.parquet", "c.parquet"], ""),
+    ("binary", ["a.png"], ""),
+    ("mds", ["index.json", "a.png", "b.png"], ""),
+    ("auto", PICTURES, ""),
+]
+
+
+@pytest.mark.parametrize(("data_format", "names", "text"), MISMATCHES)
+def test_a_format_that_the_files_cannot_have_is_told(data_format: str, names: list[str], text: str) -> None:
+    found = find_format_mismatch(data_format, names)
+    assert re.search(text, found)
+    assert bool(found) == bool(text)
+
+
+async def test_images_are_not_submitted_as_text(tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "cat").mkdir(parents=True)
+    (tmp_path / "pictures" / "cat" / "0.png").touch()
+    with pytest.raises(UsageError, match="but the files are images"):
+        await check(write_project(tmp_path), str(tmp_path / "pictures"), data_format="text")
 
 
 def test_a_sample_is_what_the_task_gets(tmp_path: Path, data: Path) -> None:

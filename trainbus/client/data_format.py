@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from contracts.data_formats import FORMAT_BY_SUFFIX, recognize_format
+from contracts.data_formats import FORMAT_BY_SUFFIX, find_format_mismatch, recognize_format
 from contracts.spec.data import DataSource
 from trainbus.client.errors import UsageError
 
@@ -26,9 +27,25 @@ def find_local_format(path: Path) -> str | None:
         UsageError: it has files of two formats.
     """
     try:
-        return recognize_format(str(file.relative_to(path)) if path.is_dir() else file.name for file in _files(path))
+        return recognize_format(_names(path))
     except ValueError as error:
         raise UsageError(f"data {path}: {error}") from None
+
+
+def check_local_format(source: str, data_format: str) -> None:
+    """Check that the files of a source that lies on this machine can be of a format, by their names.
+
+    Raises:
+        UsageError: they are of another one, or images without classes.
+    """
+    if source.startswith("file:"):
+        path = Path(unquote(urlsplit(source).path))
+        if problem := find_format_mismatch(data_format, _names(path)):
+            raise UsageError(f"data {path}: {problem}")
+
+
+def _names(path: Path) -> Iterator[str]:
+    return (str(file.relative_to(path)) if path.is_dir() else file.name for file in _files(path))
 
 
 def read_sample(path: Path, data: DataSource) -> Mapping[str, bytes] | None:

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from contracts.events.train import TrainRequested
 from contracts.spec.data import DataSource
-from trainbus.client.data_format import read_sample
+from trainbus.client.data_format import check_local_format, read_sample
 from trainbus.client.errors import UsageError
 from trainbus.client.package import CodePackage
 
@@ -45,6 +45,11 @@ async def check_submission(request: TrainRequested, package: CodePackage | None,
         raise UsageError(
             "a task needs data: give --data (a folder, s3://bucket/prefix, or the id of a dataset); " + SKIP_HINT
         )
+    if isinstance(request.data, DataSource):
+        try:
+            await asyncio.to_thread(check_local_format, request.data.source, request.data.format)
+        except UsageError as error:
+            raise UsageError(f"{error}; {SKIP_HINT}") from None
     if package is None:
         return ""
     if request.command is not None:

@@ -49,7 +49,8 @@ class SubmitOptions(TypedDict, total=False):
         int | str | None, "Slots of the evaluation; default: 1, or training's for sharded models."
     ]
     retention_metric: Annotated[
-        str | None, "The metric that makes a checkpoint the best: it is kept and is RUN@best. accuracy, test/loss:min."
+        str | None,
+        "The metric that makes a checkpoint the best: it is kept and is RUN@best. validation/accuracy, loss:min.",
     ]
     torch: Annotated[
         str | None,

@@ -218,6 +218,7 @@ async def ingest(
 ) -> None:
     """Make a dataset without training on it; print its id."""
     from trainbus.client import ingestion
+    from trainbus.client.data_format import check_local_format
     from trainbus.client.submission import resolve_source
 
     given = {"source": source and resolve_source(source), "format": data_format, "label_field": label_field}
@@ -225,7 +226,9 @@ async def ingest(
     if again is not None:
         data = ingestion.settings_of(await client.dataset(again))
     data |= {name: value for name, value in given.items() if value is not None}
-    ingestion_id = await ingestion.request_ingestion(client.connection, ingestion.build_ingestion(data))
+    request = ingestion.build_ingestion(data)
+    check_local_format(request.data.source, request.data.format)
+    ingestion_id = await ingestion.request_ingestion(client.connection, request)
     if not follow:
         print(render.as_json({"ingestion_id": ingestion_id}) if as_json else ingestion_id)
         return

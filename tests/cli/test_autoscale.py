@@ -62,6 +62,11 @@ def test_a_node_is_started_for_a_run_and_stopped_when_it_is_idle(up: Up, tmp_pat
     # And another one comes for the next run.
     again = up.cli("submit", str(job), "--command", "python job.py", "--slots", "2", "--name", "again", "--follow")
     assert again.returncode == 0, again.stdout + again.stderr
+    # With those that can come there are three slots, at any time.
+    for slots, is_told in ((3, False), (4, True)):
+        asked = up.cli("submit", str(job), "--command", "python job.py", "--slots", str(slots))
+        assert asked.returncode == 0
+        assert ("it waits until more nodes join" in asked.stderr) == is_told, asked.stderr
 
 
 def nodes(up: Up) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 import pytest
 import typer
@@ -63,6 +64,7 @@ class RecordingClient:
     """A client that records what is submitted."""
 
     submissions: ClassVar[list[dict[str, Any]]] = []
+    connection = None
 
     def __init__(self, data_dir: Path | None) -> None:
         self.data_dir = data_dir
@@ -81,6 +83,7 @@ class RecordingClient:
 
 def test_the_flags_of_submit_are_the_clients_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainbus.client.client.AsyncClient", RecordingClient)
+    monkeypatch.setattr("trainbus.client.capacity.find_shortage", AsyncMock(return_value=""))
     flags = "--slots 1..4 --epochs 3 --format jsonl --id e1 --param lr=0.1 --param name=adam --init-exclude head.*"
     command = ["submit", "examples/digits", "task:Digits", "--data-dir", "d", "--json", *flags.split()]
     result = CliRunner().invoke(app, command, catch_exceptions=False)

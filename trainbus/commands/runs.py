@@ -89,6 +89,11 @@ async def submit(
 
         # JSON stays alone on stdout.
         await print_run(client, submitted.run_id, parse_rank(rank), stderr=as_json)
+        return
+    from trainbus.client.capacity import find_shortage
+
+    if shortage := await find_shortage(client.connection, submitted.request):
+        print(f"{submitted.run_id}: {shortage}", file=sys.stderr)
 
 
 def _describe_package(submitted: SubmittedRun) -> str:

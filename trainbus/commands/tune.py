@@ -73,6 +73,7 @@ async def run(
 ) -> int | None:
     """Begin a study: `trainbus tune study.json --project ./project`."""
     from trainbus.client import studies
+    from trainbus.client.capacity import find_shortage
 
     body = studies.read_study_file(file) if file is not None else {}
     if request is not None:
@@ -100,6 +101,9 @@ async def run(
         print(render.as_json({"study_id": submitted.study_id, "name": submitted.name, "event_id": submitted.event_id}))
     else:
         print(f"{submitted.study_id}  {submitted.name}", flush=True)
+    wanted = submitted.request.run
+    if wanted is not None and (shortage := await find_shortage(client.connection, wanted)):
+        print(f"each trial: {shortage}", file=sys.stderr)
     return await _follow_study(client, submitted.study_id, stderr=as_json) if follow else None
 
 

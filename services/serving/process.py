@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,8 @@ class ModelProcess(asyncio.Protocol):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
-    async def predict(self, samples: Sequence[Sample]) -> tuple[Tensor, ...]:
-        """Return the outputs for some samples.
+    async def predict(self, samples: Sequence[Sample], labels: Collection[str] = ()) -> tuple[Tensor, ...]:
+        """Return the outputs for some samples. ``labels``: the fields that were added to what a client sent.
 
         Raises:
             RequestRefused: the samples are not what the model takes.
@@ -191,7 +191,7 @@ class ModelProcess(asyncio.Protocol):
             case "answer":
                 return decode_answer(frame)
             case "refused":
-                raise RequestRefused([_to_problem(each) for each in frame.header["problems"]], 422)
+                raise RequestRefused([to_problem(each, labels) for each in frame.header["problems"]], 422)
             case _:
                 raise ModelError(str(frame.header.get("error", "the model failed")))
 
@@ -259,9 +259,13 @@ class ModelProcess(asyncio.Protocol):
             self.kill(self.reason)
 
 
-def _to_problem(problem: Mapping[str, Any]) -> InputProblem:
-    field = f"rows.{problem['row']}"
-    return InputProblem(f"{field}.{problem['field']}" if problem.get("field") else field, str(problem["text"]))
+def to_problem(problem: Mapping[str, Any], labels: Collection[str]) -> InputProblem:
+    """Return a problem that the model process has found, in words for the client, who has sent no labels."""
+    field, text = f"rows.{problem['row']}", str(problem["text"])
+    if "present" in problem:
+        sent = ", ".join(repr(name) for name in problem["present"] if name not in labels)
+        text += f"; the row has {sent or 'no fields'}"
+    return InputProblem(f"{field}.{problem['field']}" if problem.get("field") else field, text)
 
 
 def build_environment(own: Mapping[str, str]) -> dict[str, str]:

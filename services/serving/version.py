@@ -186,7 +186,7 @@ class ServedVersion:
         started = time.monotonic()
         try:
             process = self.host.process or await self.host.wait_process(patience_s)
-            outputs = await process.predict(samples)
+            outputs = await process.predict(samples, self.signature.labels)
         except RequestRefused:
             self.tally.refused += 1
             raise

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from contracts.model_process import FrameReader, Tensor, decode_answer, decode_predict, encode_answer, encode_predict
-from services.serving.core.rows import to_values
+from services.serving.core.problems import InputProblem
+from services.serving.core.rows import rows_to_samples, to_values
+from services.serving.core.signature import infer_inputs, without_labels
+from services.serving.process import to_problem
 from trainbus import Task
 from trainbus.model.process import InputError, Predictor
 
@@ -56,11 +59,29 @@ def test_the_label_is_found_and_a_feature_is_none(predictor: Predictor) -> None:
     assert predictor.find_labels(SAMPLES[:1]) == []
 
 
+def test_a_label_that_was_added_is_not_said_to_be_in_the_row(predictor: Predictor) -> None:
+    signature = without_labels(infer_inputs(SAMPLES), predictor.find_labels(SAMPLES))
+    with pytest.raises(InputError) as raised:
+        predictor.predict(rows_to_samples([{"acid": 1.0}], signature))
+    [problem] = raised.value.problems
+    assert to_problem(problem, signature.labels) == InputProblem(
+        "rows.0.hue", "the field 'hue' is missing; the row has 'acid'"
+    )
+
+
+def test_a_key_that_the_row_has_is_not_said_to_be_missing(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wine, "decode", lambda self, sample: {}["acid"])
+    with pytest.raises(InputError, match="cannot be decoded: KeyError: 'acid'"):
+        predictor.predict(SAMPLES[:1])
+
+
 def test_a_sample_that_cannot_be_decoded_is_named(predictor: Predictor) -> None:
     with pytest.raises(InputError) as raised:
         predictor.predict([SAMPLES[0], sample(acid=1, target=0)])
     assert raised.value.problems == [
-        {"row": 1, "field": "hue", "text": "the field 'hue' is missing; the row has 'acid', 'target'"}
+        {"row": 1, "field": "hue", "text": "the field 'hue' is missing", "present": ["acid", "target"]}
     ]
 
 

@@ -60,7 +60,10 @@ DATATYPES: Mapping[torch.dtype, str] = {
 
 
 class InputError(Exception):
-    """The samples cannot be predicted; each problem has its row, its field ('' where unknown) and a text."""
+    """The samples cannot be predicted; each problem has its row, its field ('' where unknown) and a text.
+
+    That of a missing field has the fields that are ``present`` besides.
+    """
 
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         super().__init__("; ".join(str(each["text"]) for each in problems))
@@ -195,13 +198,10 @@ class Predictor:
         return answer
 
     def _describe_problem(self, row: int, sample: Mapping[str, bytes], error: Exception) -> dict[str, Any]:
-        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-            name = error.args[0]
-            present = list(sample)
-            if ROW_FIELD in sample:
-                present = list(json.loads(sample[ROW_FIELD]))
-            text = f"the field {name!r} is missing; the row has {', '.join(map(repr, present)) or 'no fields'}"
-            return {"row": row, "field": name, "text": text}
+        present = list(json.loads(sample[ROW_FIELD])) if ROW_FIELD in sample else list(sample)
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if isinstance(name, str) and name not in present:
+            return {"row": row, "field": name, "text": f"the field {name!r} is missing", "present": present}
         fields = [name for name in sample if name != CLASS_FIELD]
         field = fields[0] if len(fields) == 1 and fields[0] != ROW_FIELD else ""
         return {"row": row, "field": field, "text": f"cannot be decoded: {describe(error, self._code)}"}

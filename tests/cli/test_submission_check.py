@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 
 from contracts.data_formats import find_format_mismatch, recognize_format
+from trainbus.client import submission_check
 from trainbus.client.data_format import find_local_format, read_sample
 from trainbus.client.errors import UsageError
 from trainbus.client.package import pack_project
 from trainbus.client.submission import build_data, build_request
-from trainbus.client.submission_check import check_submission
+from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
 
 pytestmark = pytest.mark.shell
 
@@ -31,7 +32,7 @@ class Rows(Task):
         return torch.nn.Linear(1, 1)
 
     def decode(self, sample):
-        return super().decode(sample)["x"]
+        return torch.tensor([super().decode(sample)["x"]])
 
     def loss(self, model, batch):
         return model(batch).mean()
@@ -46,11 +47,16 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-async def check(project: Path, source: str, task: str | None = "task:Rows", **options: Any) -> str:
+async def run_check(project: Path, source: str, task: str | None = "task:Rows", **options: Any) -> CheckOutcome:
     if task is not None and "data" not in options:
         options["data"] = source
-    package = pack_project(project)
-    return await check_submission(build_request(project, task, package, options), package)
+    async with SubmissionCheck(imports_task=task is not None) as check:
+        package = pack_project(project)
+        return await check.run(build_request(project, task, package, options), package)
+
+
+async def check(project: Path, source: str, task: str | None = "task:Rows", **options: Any) -> str:
+    return (await run_check(project, source, task, **options)).unchecked
 
 
 def write_project(tmp_path: Path, source: str = TASK) -> Path:
@@ -110,6 +116,65 @@ async def test_metrics_of_methods_of_its_own_are_left_to_the_training(tmp_path: 
     own = "\n    def metrics(self, model, batch):\n        return {}\n"
     project = write_project(tmp_path, TASK + own)
     assert await check(project, str(data), evaluate="test/x", model="m", retention_metric="validation/y:max") == ""
+
+
+LINEAR = "return torch.nn.Linear(1, 1)"
+#: What a Task has in the place of something of ``TASK``, and what is said of it: a problem, or what was not judged.
+STEPS = [
+    pytest.param(LINEAR, "return torch.nn.Linear(3, 1)",
+        r"mat1 and mat2 shapes cannot be multiplied \(2x1 and 3x1\) \(task.py:16, in loss\)", "", id="shape"),
+    pytest.param(LINEAR, "return 'a model'", r"Rows.model\(\) returned str, and no nn.Module", "", id="no model"),
+    pytest.param(".mean()", "", r"Rows.loss\(\) returned a tensor of shape \[2, 1\]", "", id="no mean"),
+    pytest.param(".mean()", ".mean().detach()", "does not require grad.*Rows.loss", "", id="no gradient"),
+    pytest.param(LINEAR, LINEAR + "\n    def optimizer(self, model):\n        return model",
+        "optimizer", "", id="optimizer"),
+    pytest.param(LINEAR, LINEAR + "\n    def schedule(self, optimizer):\n        return None",
+        r"schedule\(\) takes 2 positional arguments but 3 were given", "", id="schedule"),
+    pytest.param(LINEAR, "return torch.nn.Linear(1, len(self.classes))",
+        "", "uses classes of the prepared dataset", id="classes"),
+    pytest.param(LINEAR, "return torch.nn.Linear(1, 1).cuda()", "", "fails on this machine", id="gpu"),
+    pytest.param(LINEAR, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "", "the check before the upload has no network", id="download"),
+    pytest.param(LINEAR, "return torch.nn.Linear(1, 10**13)", "", "fails on this machine", id="memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "problem", "skipped"), STEPS)
+async def test_one_step_is_tried(tmp_path: Path, data: Path, old: str, new: str, problem: str, skipped: str) -> None:
+    assert old in TASK
+    project = write_project(tmp_path, TASK.replace(old, new))
+    if problem:
+        with pytest.raises(UsageError, match=problem):
+            await check(project, str(data))
+    else:
+        assert re.search(skipped, await check(project, str(data)))
+
+
+async def test_a_task_of_images_gets_the_classes_of_their_folders(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "pictures" / name / "0.png")
+    source = TASK.replace(
+        LINEAR, "return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, len(self.classes)))"
+    )
+    source = source.replace('torch.tensor([super().decode(sample)["x"]])', "super().decode(sample)")
+    source = source.replace("model(batch).mean()", "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])")
+    project = write_project(tmp_path, source)
+    assert await run_check(project, str(tmp_path / "pictures")) == CheckOutcome()
+
+
+async def test_a_method_whose_name_is_nearly_ours_is_told(tmp_path: Path, data: Path) -> None:
+    own = "\n    def scheduler(self, optimizer):\n        pass\n\n    def helper(self):\n        pass\n"
+    outcome = await run_check(write_project(tmp_path, TASK + own), str(data))
+    assert outcome.notes == ("Rows.scheduler() is not called by trainbus: did you mean schedule()?",)
+
+
+async def test_a_step_that_takes_too_long_is_not_judged(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission_check, "CHECK_TIMEOUT_S", 10.0)
+    project = write_project(tmp_path, TASK.replace(LINEAR, "import time; time.sleep(1000)"))
+    assert "a step takes too long on this machine" in await check(project, str(data))
 
 
 async def test_a_task_in_src_is_found(tmp_path: Path, data: Path) -> None:

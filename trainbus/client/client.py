@@ -102,6 +102,8 @@ class AsyncClient:
         self,
         project: Path | str | type | None = None,
         task: str | None = None,
+        *,
+        on_check: Callable[[str], None] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> SubmittedRun:
         """Pack and upload a project, request its training and return the run.
@@ -111,8 +113,9 @@ class AsyncClient:
         train.requested (a mapping or a JSON file), which the others override; ``init_from`` names a checkpoint as
         ``fetch`` does; the same ``event_id`` is the same run, however often it is submitted.
 
-        Before the upload it imports the Task in a process of its own, binds its params and decodes one sample of data
-        that lies here; ``check=False`` skips that.
+        Before the upload it imports the Task in a process of its own, binds its params and tries one step on a sample
+        of data that lies here; ``check=False`` skips that. ``on_check`` is called with the Task's name when that
+        begins.
 
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
@@ -120,21 +123,28 @@ class AsyncClient:
         from trainbus.client import checkpoints
         from trainbus.client.package import pack_project
         from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
-        from trainbus.client.submission_check import check_submission
+        from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
 
         folder, task = locate_code(project, task, options)
         if (init_from := options.get("init_from")) is not None:
             options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
-        package = pack_project(folder) if folder is not None else None
-        # Validated before anything is sent.
-        request = build_request(folder, task, package, options)
-        unchecked = "" if options.get("check") is False else await check_submission(request, package)
+        is_checked, outcome = options.get("check") is not False, CheckOutcome()
+        imports_task = is_checked and task is not None
+        async with SubmissionCheck(imports_task=imports_task) as check:
+            if on_check is not None and imports_task:
+                on_check(str(task))
+            package = pack_project(folder) if folder is not None else None
+            # Validated before anything is sent.
+            request = build_request(folder, task, package, options)
+            if is_checked:
+                outcome = await check.run(request, package)
         if package is not None and request.code is not None:
             uri = await upload_package(self.address, package)
             request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
         sent = await self.connection.publish_request(request, options.get("event_id"))
         assert sent.run_id is not None
-        return SubmittedRun(sent.run_id, request.name, sent.event_id, request, package, unchecked)
+        found = outcome.unchecked, outcome.notes
+        return SubmittedRun(sent.run_id, request.name, sent.event_id, request, package, *found)
 
     # -- runs --------------------------------------------------------------------
 

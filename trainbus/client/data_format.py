@@ -16,6 +16,8 @@ from trainbus.client.errors import UsageError
 
 #: Files that are looked at.
 MAX_FILES = 10_000
+#: Files beside images that give their classes.
+LABEL_TABLES = ("labels.csv", "labels.parquet")
 #: The largest file that a sample is read from, unless its rows are read one by one.
 MAX_SAMPLE_BYTES = 64 * 2**20
 
@@ -74,6 +76,14 @@ def read_sample(path: Path, data: DataSource) -> Mapping[str, bytes] | None:
     except (OSError, ValueError):
         pass  # ingestion puts such a record aside; it is no fault of the Task
     return None
+
+
+def read_classes(path: Path, data: DataSource) -> list[str]:
+    """Return the classes of images in class folders, as ingestion will name them; none where something else does."""
+    if data.format != "images" or not path.is_dir() or any((path / table).exists() for table in LABEL_TABLES):
+        return []
+    images = (file for file in _files(path) if FORMAT_BY_SUFFIX.get(file.suffix.lower()) == "images")
+    return sorted({file.parent.name for file in images if file.parent != path})
 
 
 def _read_cells(file: Path) -> Mapping[str, bytes] | None:

@@ -22,7 +22,7 @@ from trainbus.client.errors import NotFoundError, UsageError, invalid_request
 from trainbus.client.package import pack_project
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import LOWER_IS_BETTER, build_request, locate_code, upload_package
-from trainbus.client.submission_check import check_submission
+from trainbus.client.submission_check import SubmissionCheck
 from trainbus.client.submit_options import SubmitOptions
 
 if TYPE_CHECKING:
@@ -109,17 +109,19 @@ async def submit_study(
     """
     run_options: SubmitOptions = {**options, "request": dict(body.get("run") or {})}  # type: ignore[typeddict-item]
     folder, task = locate_code(project, task, run_options)
-    package = pack_project(folder) if folder is not None else None
-    run = build_request(folder, task, package, run_options)
-    wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
-    wanted.setdefault("name", run.name)
-    try:
-        request = TuneRequested.model_validate(wanted)
-    except ValidationError as error:
-        raise invalid_request(error, wanted, TuneRequested) from error
-    if options.get("check") is not False:
-        objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
-        await check_submission(_example_run(run, request), package, objectives)
+    is_checked = options.get("check") is not False
+    async with SubmissionCheck(imports_task=is_checked and task is not None) as check:
+        package = pack_project(folder) if folder is not None else None
+        run = build_request(folder, task, package, run_options)
+        wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
+        wanted.setdefault("name", run.name)
+        try:
+            request = TuneRequested.model_validate(wanted)
+        except ValidationError as error:
+            raise invalid_request(error, wanted, TuneRequested) from error
+        if is_checked:
+            objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
+            await check.run(_example_run(run, request), package, objectives)
     if package is not None and run.code is not None and request.run is not None:
         code = run.code.model_copy(update={"uri": await upload_package(client.address, package)})
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})

@@ -48,6 +48,8 @@ class SubmittedRun:
     package: CodePackage | None = None
     #: What the check before the upload could not check here, and why; '' if it checked all.
     unchecked: str = ""
+    #: What it found that may be a mistake.
+    notes: tuple[str, ...] = ()
 
 
 def parse_slots(text: str) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """The check of a submission before anything is uploaded: what would fail on a node fails here, within seconds.
 
 The packed project is unpacked into a folder of its own, so that a file that is left out of the package is missed here,
-too. A Task is imported in a child process, its params are bound, and one sample of a local folder is decoded.
+too. A Task is imported in a child process, its params are bound, and one step is tried on a sample of a local folder.
+The process starts before the project is packed, since it begins with the import of torch.
 """
 
 from __future__ import annotations
@@ -15,60 +16,137 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from contracts.events.train import TrainRequested
 from contracts.spec.data import DataSource
-from trainbus.client.data_format import check_local_format, read_sample
+from trainbus.client.data_format import check_local_format, read_classes, read_sample
 from trainbus.client.errors import UsageError
 from trainbus.client.package import CodePackage
 
-#: Seconds for the import of a Task and its sample. Importing torch alone takes one to four.
+#: Seconds for the import of a Task and one step of it. Importing torch alone takes one to four.
 CHECK_TIMEOUT_S = 30.0
 SKIP_HINT = "nothing was uploaded; --no-check submits it nevertheless"
 #: Where ``trainbus`` and ``contracts`` are imported from.
 PYTHON_ROOT = Path(__file__).resolve().parents[2]
 
 
-async def check_submission(request: TrainRequested, package: CodePackage | None, objectives: Sequence[str] = ()) -> str:
-    """Check what a request would run; return what could not be checked here, '' if all was.
+@dataclass(frozen=True, slots=True)
+class CheckOutcome:
+    """What a check found that prevents nothing."""
 
-    ``objectives``: metrics that its training must report besides those that it names.
+    #: What could not be checked here, and why; '' if all was.
+    unchecked: str = ""
+    #: What may be a mistake.
+    notes: tuple[str, ...] = ()
 
-    Raises:
-        UsageError: no attempt could succeed.
+
+class SubmissionCheck:
+    """Checks a submission. Use it as an async context manager around the packing.
+
+    Args:
+        imports_task: whether a Task is to be imported: torch is, in a process that starts at once.
     """
-    if request.kind != "train":
-        return ""
-    if request.task is not None and request.data is None:
-        raise UsageError(
-            "a task needs data: give --data (a folder, s3://bucket/prefix, or the id of a dataset); " + SKIP_HINT
+
+    def __init__(self, *, imports_task: bool) -> None:
+        self._imports_task = imports_task
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="trainbus-check-", ignore_cleanup_errors=True)
+        if self._imports_task:
+            self._child = await self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+            await self._child.wait()
+        self._folder.cleanup()
+
+    @property
+    def _answer(self) -> Path:
+        return Path(self._folder.name) / "answer.json"
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        path = os.pathsep.join(filter(None, (str(PYTHON_ROOT), os.environ.get("PYTHONPATH"))))
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "trainbus.ranks.task_check", str(self._answer)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self._folder.name,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         )
-    if isinstance(request.data, DataSource):
-        try:
-            await asyncio.to_thread(check_local_format, request.data.source, request.data.format)
-        except UsageError as error:
-            raise UsageError(f"{error}; {SKIP_HINT}") from None
-    if package is None:
-        return ""
-    if request.command is not None:
-        _check_command(request.command, package)
-        return ""
-    sample = await asyncio.to_thread(_read_sample, request.data)
-    with tempfile.TemporaryDirectory(prefix="trainbus-check-") as temporary:
-        code = Path(temporary).resolve() / "code"
-        _unpack(package, code)
+
+    async def run(
+        self, request: TrainRequested, package: CodePackage | None, objectives: Sequence[str] = ()
+    ) -> CheckOutcome:
+        """Check what a request would run.
+
+        ``objectives``: metrics that its training must report besides those that it names.
+
+        Raises:
+            UsageError: no attempt could succeed.
+        """
+        if request.kind != "train":
+            return CheckOutcome()
+        if request.task is not None and request.data is None:
+            raise UsageError(
+                "a task needs data: give --data (a folder, s3://bucket/prefix, or the id of a dataset); " + SKIP_HINT
+            )
+        for data in (request.data, *request.datasets.values()):
+            if isinstance(data, DataSource):
+                try:
+                    await asyncio.to_thread(check_local_format, data.source, data.format)
+                except UsageError as error:
+                    raise UsageError(f"{error}; {SKIP_HINT}") from None
+        if package is None:
+            return CheckOutcome()
+        if request.command is not None:
+            _check_command(request.command, package)
+            return CheckOutcome()
+        code = Path(self._folder.name).resolve() / "code"
+        await asyncio.to_thread(_unpack, package, code)
+        sample, classes = await asyncio.to_thread(_read_data, request.data)
         encoded = None if sample is None else {name: base64.b64encode(each).decode() for name, each in sample.items()}
-        given: dict[str, object] = {
-            "folder": str(code),
-            "task": request.task,
-            "params": request.params,
-            "sample": encoded,
-        }
-        given["trained"] = [*_retention_metric(request), *objectives]
-        given["measured"] = _evaluation_metric(request)
-        return await _check_task(request, code, Path(temporary) / "answer.json", given)
+        training = request.training
+        return await self._check_task(
+            {
+                "folder": str(code),
+                "env": request.env,
+                "task": request.task,
+                "params": request.params,
+                "training": {} if training is None else training.model_dump(include={"precision", "max_steps"}),
+                "sample": encoded,
+                "classes": classes,
+                "trained": [*_retention_metric(request), *objectives],
+                "measured": _evaluation_metric(request),
+            }
+        )
+
+    async def _check_task(self, given: Mapping[str, object]) -> CheckOutcome:
+        child = self._child = self._child or await self._start()
+        errors = b""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                _, errors = await child.communicate(json.dumps(given).encode())
+        if not self._answer.exists():
+            task = given["task"]
+            if child.returncode is None:
+                return CheckOutcome(
+                    f"the import of {task} takes longer than {CHECK_TIMEOUT_S:g} s, so it was not checked"
+                )
+            last = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            return CheckOutcome(f"the check of {task} ended by itself ({last}), so it was not checked")
+        found = json.loads(self._answer.read_text())
+        if problem := found["problem"]:
+            raise UsageError(f"{problem}; {SKIP_HINT}")
+        return CheckOutcome(found["skipped"], tuple(found["notes"]))
 
 
 def _retention_metric(request: TrainRequested) -> list[str]:
@@ -79,45 +157,18 @@ def _evaluation_metric(request: TrainRequested) -> list[str]:
     return [] if request.evaluation is None else [request.evaluation.metric]
 
 
-async def _check_task(request: TrainRequested, code: Path, answer: Path, given: Mapping[str, object]) -> str:
-    path = os.pathsep.join(filter(None, (str(PYTHON_ROOT), os.environ.get("PYTHONPATH"))))
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trainbus.ranks.task_check", str(answer)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=code,
-        env={**os.environ, **request.env, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    try:
-        async with asyncio.timeout(CHECK_TIMEOUT_S):
-            _, errors = await child.communicate(json.dumps(given).encode())
-    except TimeoutError:
-        return f"the import of {request.task} takes longer than {CHECK_TIMEOUT_S:g} s, so it was not checked"
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if not answer.exists():
-        last = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        return f"the check of {request.task} ended by itself ({last}), so it was not checked"
-    found = json.loads(answer.read_text())
-    if problem := found.get("problem"):
-        raise UsageError(f"{problem}; {SKIP_HINT}")
-    return str(found.get("skipped", ""))
-
-
 def _unpack(package: CodePackage, folder: Path) -> None:
     folder.mkdir()
     with tarfile.open(fileobj=io.BytesIO(package.body), mode="r:gz") as tar:
         tar.extractall(folder, filter="data")
 
 
-def _read_sample(data: object) -> Mapping[str, bytes] | None:
-    """Return a sample of data that lies on this machine; None if it does not, or has none that can be read here."""
+def _read_data(data: object) -> tuple[Mapping[str, bytes] | None, list[str]]:
+    """Return a sample of data that lies on this machine, None if it has none, and the classes as far as it tells."""
     if not isinstance(data, DataSource) or not data.source.startswith("file:"):
-        return None
-    return read_sample(Path(unquote(urlsplit(data.source).path)), data)
+        return None, []
+    path = Path(unquote(urlsplit(data.source).path))
+    return read_sample(path, data), read_classes(path, data)
 
 
 def _check_command(command: Sequence[str], package: CodePackage) -> None:

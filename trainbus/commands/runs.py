@@ -76,7 +76,9 @@ async def submit(
     options["data"] = parse_data(list(options.get("data") or ()))
     patterns = options.get("metric_patterns") or ()
     options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
-    submitted = await client.submit(project, task, **options)
+    submitted = await client.submit(project, task, on_check=_print_check, **options)
+    for note in submitted.notes:
+        print(f"note: {note}", file=sys.stderr)
     if submitted.unchecked:
         print(f"not all was checked before the upload: {submitted.unchecked}", file=sys.stderr)
     if as_json:
@@ -94,6 +96,11 @@ async def submit(
 
     if shortage := await find_shortage(client.connection, submitted.request):
         print(f"{submitted.run_id}: {shortage}", file=sys.stderr)
+
+
+def _print_check(task: str) -> None:
+    """Say what takes a few seconds."""
+    print(f"checking {task} before the upload: imports torch, tries one step (--no-check skips it)", file=sys.stderr)
 
 
 def _describe_package(submitted: SubmittedRun) -> str:

@@ -1,68 +1,57 @@
 """The check of a Task before it is submitted: ``python -m trainbus.ranks.task_check ANSWER``, in a process of its own.
 
-It reads what to check from its input, imports the Task, binds its params and decodes one sample, and writes into the
-file ANSWER what is wrong. Output of the user's code goes where output goes.
+It imports torch, reads what to check from its input, imports the Task, binds its params and tries one step, and writes
+into the file ANSWER what is wrong. Output of the user's code goes where output goes.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from contracts.metric_names import KIND_METRICS, find_unknown_metric
 from contracts.project_paths import find_import_folders
 
-#: What ``decode`` may use and only the prepared dataset has.
-FROM_DATASET = frozenset({"classes", "statistics"})
 
+def check_task(given: Mapping[str, Any], answer: Path) -> None:
+    """Write into ``answer`` a ``problem``, what was ``skipped`` and why, and ``notes``.
 
-def check_task(
-    folder: Path,
-    name: str,
-    params: dict[str, Any],
-    sample: dict[str, bytes] | None,
-    trained: Sequence[str] = (),
-    measured: Sequence[str] = (),
-) -> dict[str, str]:
-    """Return ``{"problem": ...}``, ``{"skipped": ...}`` with what could not be checked, or ``{}``.
-
-    ``trained`` and ``measured`` are metrics that training and evaluation are to report.
+    ``given`` has the ``folder`` of the code, ``task``, ``params``, ``training``, a ``sample`` and its ``classes`` as
+    far as they are here, and the metrics that training (``trained``) and evaluation (``measured``) are to report.
     """
+    folder, name = Path(given["folder"]), str(given["task"])
     try:
-        from trainbus.task import TaskError, describe, load_task
+        from trainbus.ranks.trial_step import find_misnamed_methods, try_step
+        from trainbus.task import TaskError, load_task
     except ModuleNotFoundError as error:
-        return {"skipped": f"{error.name} is not installed here, so the Task was not imported"}
+        return _write(answer, skipped=f"{error.name} is not installed here, so the Task was not imported")
     try:
-        task = load_task(name, params, folder)
+        task = load_task(name, given["params"], folder)
     except TaskError as error:
         if missing := _missing_package(error, name, folder):
-            return {"skipped": f"{missing} is not installed here, so the Task was not imported"}
-        return {"problem": str(error)}
-    if problem := _find_unknown_metric(task, trained, measured):
-        return {"problem": problem}
-    if sample is None:
-        return {}
-    code = getattr(type(task).decode, "__code__", None)
-    if code is not None and FROM_DATASET.intersection(code.co_names):
-        return {"skipped": "decode() uses the prepared dataset, so no sample was decoded"}
-    try:
-        task.decode(sample)
-    except TaskError as error:
-        return {"problem": str(error)}
-    except ModuleNotFoundError as error:
-        return {"skipped": f"{error.name} is not installed here, so no sample was decoded"}
-    except Exception as error:
-        from trainbus.data.workers import describe_fields
+            return _write(answer, skipped=f"{missing} is not installed here, so the Task was not imported")
+        return _write(answer, problem=str(error))
+    notes = find_misnamed_methods(task)
+    if problem := _find_unknown_metric(task, given["trained"], given["measured"]):
+        return _write(answer, problem=problem, notes=notes)
+    # It stands if the step takes too long.
+    _write(answer, skipped="a step takes too long on this machine, so none was tried", notes=notes)
+    encoded = given["sample"]
+    sample = None if encoded is None else {name: base64.b64decode(value) for name, value in encoded.items()}
+    found = try_step(task, sample, given["classes"], given["training"], folder)
+    return _write(answer, notes=notes, **found)
 
-        traceback.print_exception(error)
-        fields = describe_fields(sample) if isinstance(error, KeyError) else ""
-        return {"problem": f"{describe(error, folder)}: {type(task).__name__}.decode() failed{fields}"}
-    return {}
+
+def _write(path: Path, *, problem: str = "", skipped: str = "", notes: Sequence[str] = ()) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"problem": problem, "skipped": skipped, "notes": list(notes)}))
+    partial.replace(path)
 
 
 def _find_unknown_metric(task: Any, trained: Sequence[str], measured: Sequence[str]) -> str:
@@ -90,12 +79,12 @@ def _missing_package(error: Exception, name: str, folder: Path) -> str:
 
 def main() -> None:
     """Check what the input describes."""
+    with suppress(ImportError):
+        import torch  # noqa: F401  the slowest part; meanwhile the project is packed
     given = json.load(sys.stdin)
-    sample = given["sample"]
-    decoded = None if sample is None else {name: base64.b64decode(value) for name, value in sample.items()}
-    metrics = given["trained"], given["measured"]
-    answer = check_task(Path(given["folder"]), given["task"], given["params"], decoded, *metrics)
-    Path(sys.argv[1]).write_text(json.dumps(answer))
+    os.environ.update(given["env"])
+    os.chdir(given["folder"])
+    check_task(given, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

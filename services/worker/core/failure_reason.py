@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
 
+from contracts.known_errors import KnownError, find_known_error
 from contracts.tracebacks import Traceback, find_last_traceback, relative_path, strip_rank
-from services.worker.core.known_errors import KnownError, find_known_error
 from services.worker.core.rank_exits import describe_exit
 
 #: Exit codes of a shell that could not run a program: it is not executable, or there is none.

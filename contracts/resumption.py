@@ -19,7 +19,11 @@ from contracts.spec.run import RunFields
 #: The longest name of a run.
 MAX_NAME_CHARS = 200
 #: The argument or variable of a script that is its number of epochs or steps: --num-epochs, trainer.max_steps, EPOCHS.
-LENGTH_NAME = {unit: re.compile(rf"[\w.+-]*{unit}s?", re.IGNORECASE) for unit in ("epoch", "step")}
+#: Not --warmup-epochs or --save_steps.
+LENGTH_NAME = {
+    unit: re.compile(rf"(--?|[\w.+-]*\.)?((max|num|nb|n|total|train)[_-]?)*{unit}s?", re.IGNORECASE)
+    for unit in ("epoch", "step")
+}
 
 
 class ResumptionError(ValueError):

@@ -93,6 +93,8 @@ def test_what_a_script_may_not_see_is_told(parent: RunSpec, changes: dict[str, A
         (script("sh", "t.sh", "--num_epochs=3"), {"epochs": 20}, "give --command 'sh t.sh --num_epochs=20'"),
         (script("t", "--max-steps", "9", "-x"), {"max_steps": 20}, "give --command 't --max-steps 20 -x'"),
         (script("t", "--epochs"), {"epochs": 20}, "the whole command with another number"),
+        (script("t", "--warmup-epochs", "1", "trainer.max_epochs=3"), {"epochs": 20}, "1 trainer.max_epochs=20'"),
+        (script("t", "--save_steps", "9", "--max_train_steps", "9"), {"max_steps": 20}, "9 --max_train_steps 20'"),
         (script(env={"EPOCHS": "3"}), {"epochs": 20}, "give --env EPOCHS=20"),
         (script(params={"n_epochs": 3}), {"epochs": 20}, "give --param n_epochs=20"),
         (script(slots=Slots(min=2, max=2)), {"command": ["torchrun", "train.py"]}, "command: torchrun would start"),

@@ -76,14 +76,15 @@ def describe_absent_metrics(
     is_ended: bool = False,
     is_evaluated: bool = False,
 ) -> list[str]:
-    """Return a sentence for each metric that a request names and its run does not report.
+    """Return a sentence for each metric that a request names and its run does not report, or has no line for.
 
     Nothing before the first epoch is over: a metric may come at its end. ``spec`` is a RunSpec as stored, without
     defaults; ``epoch`` is the present one.
     """
     if spec.get("kind", "train") != "train" or not (is_ended or _has_reported_epoch(spec, reported, epoch)):
         return []
-    return [
+    unmatched = [name for name in spec.get("metric_patterns") or () if name not in reported] if is_ended else []
+    return [f"metric_patterns.{name} has matched no line of its output" for name in unmatched] + [
         f"{field} is {name!r}, which the run does not report: {suggest_metric(name, reported)}. {consequence}"
         for field, name, consequence in _find_absent(spec, reported, is_evaluated=is_evaluated)
     ]

@@ -302,7 +302,7 @@ class RunDetail(RunSummary):
     steps_per_s: float | None = None
     log_tail: list[str]
     artifacts: list[dict[str, Any]]
-    #: What is probably a mistake in its request: metrics that it names, and that were not reported in the first epoch.
+    #: What is probably a mistake in its request: metrics that it names, and that its first epoch did not report.
     warnings: list[str] = []
     #: Place in the log of the newest fact on its own subjects.
     sequence: int = 0

@@ -31,6 +31,13 @@ CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, Any], list[str]]] = {
     "a script has reported": ({**SCRIPT, **EVALUATED}, {"loss"}, {"epoch": 2}, ["evaluation.metric"]),
     "each pattern has matched": ({**SCRIPT, **PATTERNS, **RETAINED}, {"accuracy"}, {}, ["retention.metric"]),
     "it ended without any": ({**SCRIPT, **RETAINED}, set(), {"is_ended": True}, ["retention.metric"]),
+    "a pattern without a match": (
+        {**SCRIPT, **PATTERNS},
+        {"loss"},
+        {"is_ended": True},
+        ["metric_patterns.accuracy has"],
+    ),
+    "a pattern may match later": ({**SCRIPT, **PATTERNS}, {"loss"}, {"epoch": 2}, []),
     "an evaluation": ({**TASK, **RETAINED, "kind": "evaluate"}, VALIDATED, {"is_ended": True}, []),
 }
 

@@ -114,15 +114,15 @@ def _stalled(fact: run.RunStalled) -> str:
 
 def held_up_text(fact: run.RunHeldUp) -> str:
     """Return whom the ranks of a gang wait for, and where."""
-    nodes = f"node{'s' if len(fact.missing_nodes) != 1 else ''} {', '.join(fact.missing_nodes[:MAX_NAMED])}"
+    nodes = ", ".join(fact.missing_nodes[:MAX_NAMED])
     more = f" and {len(fact.missing_nodes) - MAX_NAMED} more" if len(fact.missing_nodes) > MAX_NAMED else ""
     if not fact.address:
-        return f"cannot begin: {nodes} has not said where the ranks meet, node {fact.node_id} waits for it"
+        return f"cannot begin: {fact.node_id} waits for {nodes} to publish where the ranks meet"
     ranks = ", ".join(map(str, fact.missing_ranks[:MAX_NAMED]))
     ranks += " ..." if len(fact.missing_ranks) > MAX_NAMED else ""
     many = "ranks" if len(fact.missing_ranks) != 1 else "rank"
     if 0 in fact.missing_ranks:
-        return f"cannot begin: node {fact.node_id} does not reach rank 0 on {nodes} at {fact.address}"
+        return f"cannot begin: {fact.node_id} does not reach rank 0 on {nodes} at {fact.address}"
     return f"cannot begin: {many} {ranks} on {nodes}{more} have not come to {fact.address} yet"
 
 
@@ -268,7 +268,8 @@ def _staged_model(fact: model.ModelStaged) -> str:
 
 
 def _joined(fact: node.NodeJoined) -> str:
-    return f"joined with {plural(fact.slots, f'{fact.accelerator} slot')}"
+    kind = "CPU" if fact.accelerator == "cpu" else fact.accelerator
+    return f"joined with {plural(fact.slots, f'{kind} slot')}"
 
 
 def _notice(fact: node.NodeNotice) -> str:

@@ -224,7 +224,7 @@ class Committer:
                 latest = await self._placements.find(commit.run_id)
             else:
                 return True
-        raise TransientError(f"run {commit.run_id} has been said to be placed {MAX_ROUNDS} times in a moment")
+        raise TransientError(f"run {commit.run_id} was placed {MAX_ROUNDS} times while this was decided")
 
     async def _withdraw(self, staged: CheckpointStaged, checkpoint: AssembledCheckpoint) -> None:
         """Delete the manifest of a run that was placed again meanwhile, unless its commit was stored before that."""

@@ -107,7 +107,9 @@ async def verify_hash(path: Path, sha256: str, what: str) -> None:
     """Remove a file and raise ModelFolderError unless it has that hash."""
     if await asyncio.to_thread(hash_file, path) != sha256:
         path.unlink()
-        raise ModelFolderError(f"{what} does not have the hash that was committed")
+        raise ModelFolderError(
+            f"{what} does not have the hash that was committed: `trainbus checkpoints verify --repair`"
+        )
 
 
 def _merge_weights(paths: Sequence[Path], target: Path) -> None:

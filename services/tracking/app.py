@@ -241,7 +241,7 @@ class Projector:
         known = await self._catch_up(run_id)
         run = known.run
         if run.accepted is None:
-            raise PoisonMessage(f"run {run_id} was never accepted: its facts are not this platform's")
+            raise PoisonMessage(f"run {run_id} was never accepted on this bus, so its facts are not recorded")
         for number, generation in run.attempts():
             last = generation == run.generation
             attempt = known.attempts.get(number)
@@ -506,7 +506,9 @@ class Projector:
             ModelLeftOut: they cannot be put there.
         """
         if run.accepted is None:
-            raise ModelLeftOut(f"run {event.run_id} was not accepted on this bus: nobody knows how its model loads")
+            raise ModelLeftOut(
+                f"run {event.run_id} was not accepted on this bus, so it is not known how its model loads"
+            )
         spec, name = run.accepted.spec, describe.model_name(event.model)
         tags = describe.model_tags(run, event.checkpoint_uri)
         async with self._lock:

@@ -124,7 +124,7 @@ SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.
         ),
         (
             NodeJoined(node_id="n", incarnation="i", address="a", slots=1, lease_ttl_s=1.0),
-            "joined with 1 cpu slot",
+            "joined with 1 CPU slot",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -27,10 +27,7 @@ MISLEADING = {
 def read_texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield the strings of more than a word with their lines, values as ``{}``; docstrings are for programmers."""
     tree = ast.parse(source)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    left_out = {
-        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_docstring(node)
-    }
+    left_out = {id(docstring) for node in ast.walk(tree) if (docstring := _find_docstring(node)) is not None}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
@@ -45,9 +42,12 @@ def read_texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def _has_docstring(node: ast.AST) -> bool:
-    body = getattr(node, "body", [])
-    return bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+def _find_docstring(node: ast.AST) -> ast.expr | None:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    first = node.body[0] if node.body else None
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return first.value if isinstance(first, ast.Expr) and is_text else None
 
 
 def find_misleading(source: str) -> list[tuple[int, str]]:
@@ -82,3 +82,9 @@ def test_the_search_can_fail(source: str) -> None:
 
 def test_docstrings_are_left_out() -> None:
     assert find_misleading('"""A pydantic model."""\ndef f():\n    "Check BaseModel."\n    return 1\n') == []
+
+
+def test_all_texts_are_in_one_file_for_a_reader() -> None:
+    from tests.contracts.all_texts import COMMITTED, render
+
+    assert render() == COMMITTED.read_text(), "run `python -m tests.contracts.all_texts`, and read what has changed"

@@ -508,7 +508,7 @@ def test_why_says_for_whom_a_gang_waits_until_it_has_begun() -> None:
     missing = {"missing_ranks": (2, 3), "missing_nodes": ("n2",), "waited_s": 5.0}
     world.publish(RunHeldUp(run_id="r1", generation=1, node_id="n1", address="10.0.0.1:29500", **missing))  # type: ignore[arg-type]
     why = answer(world.cluster, "r1", world.now, world.policy)
-    assert "it cannot begin: ranks 2, 3 on node n2 have not come to 10.0.0.1:29500 yet" in why["message"]
+    assert "it cannot begin: ranks 2, 3 on n2 have not come to 10.0.0.1:29500 yet" in why["message"]
     world.start("r1")
     assert "cannot begin" not in answer(world.cluster, "r1", world.now, world.policy)["message"]
 

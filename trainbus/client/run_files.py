@@ -134,7 +134,10 @@ async def _read_digests(source: FileSource, loaded: LoadedCheckpoint) -> dict[st
         if digests.DIGESTS.match(file.path):
             content = await source.read_file(loaded.stored, file)
             if hashlib.sha256(content).hexdigest() != file.sha256:
-                raise TrainbusError(f"{file.path!r} of {loaded.stored.uri} does not have the hash that was committed")
+                raise TrainbusError(
+                    f"{file.path!r} of {loaded.stored.uri} does not have the hash that was committed: "
+                    "`trainbus checkpoints verify --repair`"
+                )
             by_path[file.path] = content
     if not by_path:
         raise TrainbusError(f"{loaded.stored.uri} holds no digests: only runs of a Task write them")
@@ -173,7 +176,7 @@ async def verify(path: Path, sha256: str, what: str) -> None:
     """Remove a file and raise TrainbusError unless it has that hash."""
     if await asyncio.to_thread(hash_file, path) != sha256:
         path.unlink()
-        raise TrainbusError(f"{what} does not have the hash that was committed")
+        raise TrainbusError(f"{what} does not have the hash that was committed: `trainbus checkpoints verify --repair`")
 
 
 def _path_below(folder: Path, name: str) -> Path:

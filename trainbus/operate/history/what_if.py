@@ -114,7 +114,7 @@ def parse_nodes(text: str, prefix: str = "node") -> tuple[NodeJoined, ...]:
             made = node(f"{prefix}-{group}-{number:04}", int(slots), accelerator or "gpu")
             found.append(made.model_copy(update={"labels": {"pool": pool}}) if pool else made)
     if not found:
-        raise WhatIfError("no nodes at all")
+        raise WhatIfError("there are no nodes: give some, for example --nodes 4x8:H100")
     return tuple(found)
 
 

@@ -94,7 +94,7 @@ def _describe_samples(prepared: run.RunPrepared | run.PreparedDataset) -> str:
 def _placed(fact: run.RunPlaced) -> str:
     again = f" again (generation {fact.generation})" if fact.generation > 1 else ""
     start = f", from its {name_checkpoint(fact.resume)}" if fact.resume else ""
-    start += f", with the weights of {fact.init.uri}" if fact.init else ""
+    start += f", with the {'weights' if fact.spec.command is None else 'files'} of {fact.init.uri}" if fact.init else ""
     return f"placed{again} on {plural(fact.world_size, 'slot')}{format_members(fact.members)}{start}"
 
 

@@ -447,8 +447,11 @@ def test_a_run_is_complete_once_what_its_ranks_staged_last_is_committed() -> Non
     world.stage("r1", 8)
     world.exit("r1", metrics={"validation/accuracy": 0.9}, step=8)
     world.settle()
+    # Most often it is there in a moment.
+    assert world.facts(RunWaiting, "r1") == []
     # However long it takes: the service is behind, or the store is away.
     world.wait(100_000)
+    world.settle()
     assert world.settle() == []
     assert world.phase("r1") == "running"
     assert world.run("r1").slot_count == 0
@@ -626,6 +629,7 @@ def test_older_checkpoints_count_too_one_of_them_may_be_the_best() -> None:
     world.stage("r1", 8)
     world.exit("r1", step=8)
     world.commit("r1", 8, final=True)
+    world.wait(10)
     world.settle()
     assert "step 7 is committed and 1 older" in world.facts(RunWaiting, "r1")[0].message
     world.commit("r1", 7)

@@ -18,6 +18,9 @@ from services.scheduler.core.state.suspects import note_suspect
 
 Settlement = CancelRun | CompleteRun | FailRun | StopRun | QueueRun
 
+#: Seconds after its ranks have ended from when on it is said that a run waits for its final checkpoint.
+EXPLAINED_AFTER_S = 5.0
+
 
 def settle_runs(cycle: CycleState) -> None:
     """Decide what follows from what has happened to each run alone."""
@@ -77,7 +80,9 @@ def _check_later(cycle: CycleState, run: Run) -> None:
 
 
 def _explain_wait(cycle: CycleState, run: Run) -> None:
-    """Publish once what a run waits for whose ranks have all ended well."""
+    """Publish once what a run waits for whose ranks have all ended well, if it is not about to be there."""
+    if run.ended_at is None or cycle.now_s < run.ended_at.timestamp() + EXPLAINED_AFTER_S:
+        return
     if not run.awaited_steps or (run.waiting_code, run.waiting_generation) == (UNCOMMITTED, run.next_generation):
         return
     text = uncommitted_text(run)
@@ -129,7 +134,10 @@ def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
             leaves_s = window.start.timestamp() - run.spec.grace_s
             found = min(found, leaves_s if leaves_s > now_s else math.inf)
     elif not run.live and not run.terminal and run.ended_at is not None:
-        found = run.ended_at.timestamp() + policy.faults.final_checkpoint_wait_s
+        ended_s = run.ended_at.timestamp()
+        found = ended_s + policy.faults.final_checkpoint_wait_s
+        if now_s < ended_s + EXPLAINED_AFTER_S:
+            found = min(found, ended_s + EXPLAINED_AFTER_S)
     return found
 
 

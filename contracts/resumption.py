@@ -82,7 +82,7 @@ def plan_resumption(
         fields["params"] = {**spec.params, **changes.params}
     if changes.env:
         fields["env"] = {**spec.env, **changes.env}
-    if dataset_id is not None:
+    if dataset_id is not None and not spec.datasets:
         # The very data, in the very order: what the source holds by now may be another dataset.
         fields["data"] = DatasetRef(dataset_id=dataset_id)
     begins = {"resume_from": point.uri, "init_from": None, "init_exclude": ()}

@@ -9,6 +9,7 @@ import pytest
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef
 from contracts.resumption import ResumptionChanges, ResumptionError, plan_resumption
+from contracts.spec.data import DatasetRef
 from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from trainbus.client.checkpoints import StoredCheckpoint
@@ -54,6 +55,12 @@ def test_a_script_goes_on_with_other_params() -> None:
     request = plan(SCRIPT, params={"epochs": 20})
     assert (request.command, request.params) == (SCRIPT.command, {"lr": 0.1, "epochs": 20})
     assert request.resume_from == URI
+
+
+def test_a_script_of_several_datasets_keeps_their_names() -> None:
+    datasets = {name: DatasetRef(dataset_id=name * 64) for name in "ab"}
+    request = plan(script(datasets=datasets))
+    assert (request.data, request.datasets) == (None, datasets)
 
 
 def test_a_script_goes_on_with_another_command_line_and_environment() -> None:

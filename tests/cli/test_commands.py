@@ -75,8 +75,8 @@ class RecordingClient:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    async def submit(self, project: Path | None, task: str | None, **options: Any) -> SubmittedRun:
-        given = {name: value for name, value in options.items() if value and name != "on_check"}
+    async def submit(self, project: Path | None, task: str | None, *, on_check: object, **options: Any) -> SubmittedRun:
+        given = {name: value for name, value in options.items() if value}
         self.submissions.append({"data_dir": self.data_dir, "project": project, "task": task, **given})
         return SubmittedRun("r1", "digits", "e1", TrainRequested(name="digits", command=["true"]))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from pydantic import ValidationError
 
@@ -17,12 +17,13 @@ from contracts.spec.study import Parameter
 from contracts.state.study import Studies, Study, Trial
 from services.tuning.core.admission import example_value
 from services.tuning.core.decide import TRAINING, best_request
+from trainbus.client.checkpoints import find_checkpoint
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError, invalid_request
-from trainbus.client.package import pack_project
+from trainbus.client.package import CodePackage, pack_project
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.submission import LOWER_IS_BETTER, build_request, locate_code, upload_package
-from trainbus.client.submission_check import SubmissionCheck
+from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
 from trainbus.client.submit_options import SubmitOptions
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class SubmittedStudy:
     name: str
     event_id: str
     request: TuneRequested
+    package: CodePackage | None = None
+    #: What the check before the upload could not check here, and why; '' if it checked all.
+    unchecked: str = ""
+    #: What it found that may be a mistake.
+    notes: tuple[str, ...] = ()
 
 
 def read_study_file(path: Path) -> dict[str, Any]:
@@ -97,22 +103,31 @@ async def submit_study(
     body: Mapping[str, Any],
     project: Path | None = None,
     task: str | None = None,
-    event_id: str | None = None,
-    **options: Any,
+    *,
+    on_check: Callable[[str], None] | None = None,
+    **options: Unpack[SubmitOptions],
 ) -> SubmittedStudy:
     """Pack and upload the project of a study's run, request the study and return it.
 
-    ``body`` is a tune.requested. ``options`` (see SubmitOptions) override fields of its ``run``.
+    ``body`` is a tune.requested. ``options`` (see SubmitOptions) override fields of its ``run``; the same ``event_id``
+    is the same study. ``on_check`` is called with the Task's name when its check begins.
 
     Raises:
         UsageError: the study or its run is not valid; nothing was sent.
     """
-    run_options: SubmitOptions = {**options, "request": dict(body.get("run") or {})}  # type: ignore[typeddict-item]
-    folder, task = locate_code(project, task, run_options)
-    is_checked = options.get("check") is not False
-    async with SubmissionCheck(imports_task=is_checked and task is not None) as check:
+    run_body = dict(body.get("run") or {})
+    if run_body:
+        options["request"] = run_body
+    folder, task = locate_code(project, task, options)
+    if (init_from := options.get("init_from")) is not None:
+        options["init_from"] = (await find_checkpoint(client.connection, init_from)).uri
+    is_checked, outcome = options.get("check") is not False, CheckOutcome()
+    imports_task = is_checked and task is not None
+    async with SubmissionCheck(imports_task=imports_task) as check:
+        if on_check is not None and imports_task:
+            on_check(str(task))
         package = pack_project(folder) if folder is not None else None
-        run = build_request(folder, task, package, run_options)
+        run = build_request(folder, task, package, options)
         wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
         wanted.setdefault("name", run.name)
         try:
@@ -121,13 +136,14 @@ async def submit_study(
             raise invalid_request(error, wanted, TuneRequested) from error
         if is_checked:
             objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
-            await check.run(_example_run(run, request), package, objectives)
+            outcome = await check.run(_example_run(run, request), package, objectives)
     if package is not None and run.code is not None and request.run is not None:
         code = run.code.model_copy(update={"uri": await upload_package(client.address, package)})
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
-    published = await client.connection.publish_request(request, event_id)
+    published = await client.connection.publish_request(request, options.get("event_id"))
     assert published.study_id is not None
-    return SubmittedStudy(published.study_id, request.name or "", published.event_id, request)
+    found = outcome.unchecked, outcome.notes
+    return SubmittedStudy(published.study_id, request.name or "", published.event_id, request, package, *found)
 
 
 def _example_run(run: TrainRequested, request: TuneRequested) -> TrainRequested:

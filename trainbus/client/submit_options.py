@@ -19,7 +19,7 @@ class SubmitOptions(TypedDict, total=False):
         str | Sequence[str] | None, "Run this in the project instead of a Task, for example 'python train.py'."
     ]
     request: Annotated[Path | Mapping[str, Any] | None, "Body of a train.requested (JSON); options override it."]
-    name: Annotated[str | None, "Name of the run; default: the folder's."]
+    name: Annotated[str | None, "Its name; default: the folder's."]
     slots: Annotated[int | str | None, "Slots it can use: 2, or 1..4."]
     epochs: Annotated[int | None, Ge(1), "Passes over the data; default: 1."]
     max_steps: Annotated[int | None, Ge(1), "Steps after which training ends."]

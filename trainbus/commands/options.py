@@ -171,7 +171,8 @@ def _parameters(function: Callable[..., Any], options: Sequence[inspect.Paramete
 def flags_of(options: type, flags: Mapping[str, tuple[type, str]]) -> list[inspect.Parameter]:
     """Return the command line's form of a TypedDict, whose fields are annotated with their bounds and help.
 
-    ``flags`` has the type and the flag of fields that are not a number or a text under their own name.
+    ``flags`` has the type and the flags, parted by spaces, of fields that are not a number or a text under their own
+    name.
     """
     found = []
     for name, annotation in get_type_hints(options, include_extras=True).items():
@@ -179,7 +180,7 @@ def flags_of(options: type, flags: Mapping[str, tuple[type, str]]) -> list[inspe
         bounds: dict[type, Any] = {type(note): note for note in notes}
         kind, flag = flags.get(name, (int if set(get_args(plain)) == {int, NoneType} else str, ""))
         option = typer.Option(
-            flag or "--" + name.replace("_", "-"),
+            *(flag or "--" + name.replace("_", "-")).split(),
             help=bounds[str],
             min=bounds[Ge].ge if Ge in bounds else None,
             max=bounds[Le].le if Le in bounds else None,

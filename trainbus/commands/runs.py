@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
-from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.errors import TrainbusError
 from trainbus.client.submit_options import SubmitOptions
-from trainbus.commands import render
+from trainbus.commands import render, submit_flags
 from trainbus.commands.options import (
     MILESTONES,
     Json,
@@ -21,9 +21,6 @@ from trainbus.commands.options import (
     command,
     flags_of,
     open_bus,
-    parse_data,
-    parse_pair,
-    parse_param,
     parse_rank,
 )
 from trainbus.commands.times import parse_duration, parse_since, parse_time
@@ -31,28 +28,14 @@ from trainbus.commands.times import parse_duration, parse_since, parse_time
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.client.stored_event import StoredEvent
-    from trainbus.client.submission import SubmittedRun
 
 app = typer.Typer()
 PANEL = "Runs"
-#: Options of ``submit`` with another type or flag than their field: ``flags_of`` makes the others.
-SUBMIT_FLAGS = {
-    "request": (Path, "--request"),
-    "slots": (str, "--slots"),
-    "data": (list[str], "--data"),
-    "data_format": (str, "--format"),
-    "init_exclude": (list[str], "--init-exclude"),
-    "params": (list[str], "--param"),
-    "env": (list[str], "--env"),
-    "metric_patterns": (list[str], "--metric-pattern"),
-    "check": (bool, "--check/--no-check"),
-    "event_id": (str, "--id"),
-}
 
 
 @command(
     app,
-    options=flags_of(SubmitOptions, SUBMIT_FLAGS),
+    options=flags_of(SubmitOptions, submit_flags.SUBMIT_FLAGS),
     rich_help_panel=PANEL,
     context_settings={"allow_extra_args": True},
 )
@@ -69,23 +52,14 @@ async def submit(
     **options: Unpack[SubmitOptions],
 ) -> None:
     """Pack a project, upload it and request its training: `trainbus submit ./project task:MyTask`."""
-    if context.args:
-        raise UsageError(f"unexpected {' '.join(context.args)!r}: quote the whole command, --command 'python train.py'")
-    options["params"] = dict(map(parse_param, options.get("params") or ()))
-    options["env"] = dict(parse_pair("--env", text) for text in options.get("env") or ())
-    options["data"] = parse_data(list(options.get("data") or ()))
-    patterns = options.get("metric_patterns") or ()
-    options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
-    submitted = await client.submit(project, task, on_check=_print_check, **options)
-    for note in submitted.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if submitted.unchecked:
-        print(f"not all was checked before the upload: {submitted.unchecked}", file=sys.stderr)
+    submit_flags.parse_options(options, context.args)
+    submitted = await client.submit(project, task, on_check=submit_flags.print_check, **options)
+    submit_flags.print_findings(submitted.notes, submitted.unchecked)
     if as_json:
         named = {"run_id": submitted.run_id, "name": submitted.name, "event_id": submitted.event_id}
         print(render.as_json({**named, "code": submitted.request.code}))
     else:
-        print(f"{submitted.run_id}  {submitted.name}{_describe_package(submitted)}", flush=True)
+        print(f"{submitted.run_id}  {submitted.name}{submit_flags.describe_package(submitted.package)}", flush=True)
     if follow:
         from trainbus.commands.run_output import print_run
 
@@ -96,22 +70,6 @@ async def submit(
 
     if shortage := await find_shortage(client.connection, submitted.request):
         print(f"{submitted.run_id}: {shortage}", file=sys.stderr)
-
-
-def _print_check(task: str) -> None:
-    """Say what takes a few seconds."""
-    print(f"checking {task} before the upload: imports torch, tries one step (--no-check skips it)", file=sys.stderr)
-
-
-def _describe_package(submitted: SubmittedRun) -> str:
-    from contracts.formats import plural
-
-    package = submitted.package
-    if package is None:
-        return ""
-    commit = f", commit {package.git_commit[:10]}" if package.git_commit else ""
-    dirty = " with uncommitted changes" if package.git_dirty else ""
-    return f" ({plural(len(package.files), 'file')}, {render.size(len(package.body))} packed{commit}{dirty})"
 
 
 @command(app, rich_help_panel=PANEL)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack, cast
 
 import typer
 
 from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.commands import render
-from trainbus.commands.options import Json, command, parse_param
+from trainbus.client.submit_options import SubmitOptions
+from trainbus.commands import render, submit_flags
+from trainbus.commands.options import Json, command, flags_of
 
 if TYPE_CHECKING:
     from contracts.state.study import Study, Trial
@@ -32,19 +33,31 @@ app = typer.Typer(
     name="tune",
     cls=DefaultCommandGroup,
     no_args_is_help=True,
-    help="Search for hyper-parameters: `trainbus tune FILE` begins a study.",
+    help="Search for hyper-parameters: `trainbus tune PROJECT TASK --space ...`, or `trainbus tune FILE`.",
 )
+#: The study's id has an older flag beside that of ``submit``.
+TUNE_FLAGS = {"event_id": (str, "--id --event-id")}
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Id of a study, its beginning, or the study's name.")]
 
 
-@command(app)
+@command(
+    app,
+    options=flags_of(SubmitOptions, {**submit_flags.SUBMIT_FLAGS, **TUNE_FLAGS}),
+    context_settings={"allow_extra_args": True},
+)
 async def run(
     client: AsyncClient,
-    file: Annotated[Path | None, typer.Argument(help="Body of a tune.requested (JSON); flags override it.")] = None,
-    project: Annotated[Path | None, typer.Option("--project", help="The folder with the code of the trials.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="What a trial trains, module:Class.")] = None,
-    run_command: Annotated[str | None, typer.Option("--command", help="Or what it runs: 'python train.py'.")] = None,
-    request: Annotated[Path | None, typer.Option("--request", help="Body of a train.requested for the trials.")] = None,
+    context: typer.Context,
+    code: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[PROJECT | FILE]",
+            help="The folder with the code; or the body of a tune.requested (JSON), which flags override.",
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Argument(help="What a trial trains, module:Class. Or give --command.")] = None,
+    project: Annotated[Path | None, typer.Option("--project", help="The folder with the code, beside FILE.")] = None,
+    task_flag: Annotated[str | None, typer.Option("--task", help="The same as TASK.")] = None,
     space: Annotated[
         list[str] | None,
         typer.Option("--space", "-s", help="lr=1e-5..1e-2:log, batch=32,64,128 or warmup=100..2000; repeatable."),
@@ -52,10 +65,8 @@ async def run(
     metric: Annotated[
         list[str] | None, typer.Option("--metric", "-m", help="What is optimised: validation/loss:min; repeatable.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the study.")] = None,
     trials: Annotated[int | None, typer.Option("--trials", min=1, help="How many trials; default: 20.")] = None,
     parallel: Annotated[int | None, typer.Option("--parallel", min=1, help="Trials at a time; default: 2.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs of a whole trial.")] = None,
     epochs_param: Annotated[
         str | None, typer.Option("--epochs-param", help="The parameter of a script that is its number of epochs.")
     ] = None,
@@ -64,47 +75,65 @@ async def run(
     pruning: Annotated[
         str | None, typer.Option("--pruning", help="none, median, asha, hyperband or extrapolation.")
     ] = None,
-    params: Annotated[list[str] | None, typer.Option("--param", help="key=value of every trial; repeatable.")] = None,
-    data: Annotated[str | None, typer.Option("--data", help="Data of the trials, as `submit --data`.")] = None,
-    slots: Annotated[str | None, typer.Option("--slots", help="Slots of a trial: 2, or 1..4.")] = None,
-    event_id: Annotated[str | None, typer.Option("--event-id", help="The same id is the same study.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what happens until the study ends.")] = False,
     as_json: Json = False,
+    **options: Unpack[SubmitOptions],
 ) -> int | None:
-    """Begin a study: `trainbus tune study.json --project ./project`."""
+    """Begin a study: `trainbus tune ./project task:MyTask --space lr=1e-5..1e-2:log`, or `trainbus tune study.json`.
+
+    Every option of `trainbus submit` is an option of the trials.
+    """
     from trainbus.client import studies
     from trainbus.client.capacity import find_shortage
 
+    submit_flags.parse_options(options, context.args)
+    file, project = _split_code(code, project)
+    if task is not None and task_flag is not None:
+        raise UsageError("give the task once: by its place, or with --task")
     body = studies.read_study_file(file) if file is not None else {}
-    if request is not None:
-        body["run"] = {**studies.read_study_file(request), **(body.get("run") or {})}
+    if (request := options.pop("request", None)) is not None:
+        body["run"] = {**studies.read_study_file(cast(Path, request)), **(body.get("run") or {})}
     if space:
         body["space"] = {**(body.get("space") or {}), **dict(map(studies.parse_parameter, space))}
     if not body.get("space"):
         raise UsageError("say what to search: a file with a 'space', or --space lr=1e-5..1e-2:log")
     if metric:
         body["objectives"] = [studies.parse_objective(text) for text in metric]
-    given = {"name": name, "trials": trials, "parallel": parallel, "epochs_param": epochs_param}
+    given = {"name": options.pop("name", None), "trials": trials, "parallel": parallel, "epochs_param": epochs_param}
     body |= {field: value for field, value in given.items() if value is not None}
     for part, field, value in (("sampler", "name", sampler), ("sampler", "seed", seed), ("pruning", "name", pruning)):
         if value is not None:
             body[part] = {**(body.get(part) or {}), field: value}
-    options: dict[str, Any] = {"command": run_command, "data": data, "slots": slots}
-    options["params"] = dict(map(parse_param, params or ()))
-    if epochs is not None:
-        if run_command is not None or (body.get("run") or {}).get("command"):
-            body["epochs"] = epochs
-        else:
-            options["epochs"] = epochs
-    submitted = await studies.submit_study(client, body, project, task, event_id, **options)
+    is_script = options.get("command") is not None or (body.get("run") or {}).get("command")
+    # A script's epochs are the study's: they end a trial, and reach the script by epochs_param.
+    if is_script and (epochs := options.pop("epochs", None)) is not None:
+        body["epochs"] = epochs
+    submitted = await studies.submit_study(
+        client, body, project, task or task_flag, on_check=submit_flags.print_check, **options
+    )
+    submit_flags.print_findings(submitted.notes, submitted.unchecked)
     if as_json:
         print(render.as_json({"study_id": submitted.study_id, "name": submitted.name, "event_id": submitted.event_id}))
     else:
-        print(f"{submitted.study_id}  {submitted.name}", flush=True)
+        packed = submit_flags.describe_package(submitted.package)
+        print(f"{submitted.study_id}  {submitted.name}{packed}", flush=True)
     wanted = submitted.request.run
     if wanted is not None and (shortage := await find_shortage(client.connection, wanted)):
         print(f"each trial: {shortage}", file=sys.stderr)
     return await _follow_study(client, submitted.study_id, stderr=as_json) if follow else None
+
+
+def _split_code(code: Path | None, project: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the study's file and the project's folder, of which the first argument is one.
+
+    Raises:
+        UsageError: both name a folder.
+    """
+    if code is None or not code.is_dir():
+        return code, project
+    if project is not None:
+        raise UsageError("give the project once: by its place, or with --project")
+    return None, code
 
 
 async def _follow_study(client: AsyncClient, study_id: str, *, stderr: bool) -> int:

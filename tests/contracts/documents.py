@@ -10,6 +10,7 @@ from contracts import topology
 from contracts.base import Event, Fact, Request
 from contracts.earlier_events import EARLIER_EVENTS
 from contracts.events import BY_TYPE, FACTS, REQUESTS
+from trainbus.client.task_reference import read_task_members, write_markdown
 
 Json = dict[str, Any]
 #: What logs hold and nothing publishes any more.
@@ -119,6 +120,7 @@ def events_table() -> str:
 GENERATED = {
     "docs/design.md": {"publishers": publishers_table},
     "docs/events.md": {"events": events_table},
+    "docs/task.md": {"task": lambda: write_markdown(read_task_members())},
 }
 
 

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 #: The modules of this folder with an ``app``, each with its commands in the order of the help.
 COMMANDS_BY_MODULE = {
     "stack": ("up", "stacks", "down", "service", "demo", "doctor", "ui"),
+    "project": ("init", "task"),
     "runs": ("submit", "attach", "wait", "ps", "show", "why", "logs", "events", "cancel", "reproduce"),
     "results": ("fetch", "resume", "compare"),
     "report": ("report",),

@@ -126,6 +126,17 @@ def test_the_client_is_small(client: Path) -> None:
     assert size_bytes < MAX_CLIENT_BYTES
 
 
+def test_the_client_writes_projects_and_explains_a_task_without_torch(client: Path, tmp_path: Path) -> None:
+    for arguments in (("init", "stub", "--kind", "regression"), ("task", "loss")):
+        command = [str(client / "bin" / "python"), "-m", "trainbus", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=plain_environment(), cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert "return cross_entropy(model(images), labels)" in done.stdout
+    assert (tmp_path / "stub" / "task.py").exists()
+
+
 def test_the_client_submits_and_follows(client: Path, stack: StackInfo, tmp_path: Path) -> None:
     project = tmp_path / "hello"
     project.mkdir()

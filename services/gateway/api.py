@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from dataclasses import replace
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -27,7 +25,7 @@ from contracts.events.train import (
     TuneRequested,
     UndrainRequested,
 )
-from contracts.run_states import STATES, TERMINAL_STATES
+from contracts.run_states import TERMINAL_STATES
 from services.gateway import checkpoint_queries, curve_queries, queries, studies, views
 from services.gateway.bodies import body_of, describe_bodies, read_json_body
 from services.gateway.checkpoint_routes import checkpoint_routes
@@ -56,15 +54,13 @@ from services.gateway.projection import Projection, event_row
 from services.gateway.queries import Row
 from services.gateway.ranges import cut_range, read_newest, read_range
 from services.gateway.run_lookup import fetch_run, find_run
+from services.gateway.run_parameters import ChosenRuns
 from services.gateway.run_requests import publish_training
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
 from services.kit.service import Service
 
-#: A time before now, as ``since`` takes it.
-AGE = re.compile(r"(?P<count>\d{1,9})(?P<unit>[smhd])")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 #: Curves in one answer.
 MAX_CURVES = 500
 StudyId = Annotated[str, Path(pattern=TOKEN_PATTERN)]
@@ -191,58 +187,26 @@ def _requests(service: Service, commands: Commands, projection: Projection) -> A
     return router
 
 
-def _since_s(since: str | None) -> float | None:
-    """Return the time that ``since`` names, in seconds since the epoch."""
-    if since is None:
-        return None
-    if age := AGE.fullmatch(since):
-        return time.time() - float(age["count"]) * SECONDS[age["unit"]]
-    try:
-        moment = datetime.fromisoformat(since)
-    except ValueError as error:
-        message = f"since: {since!r} is neither a time like 2026-01-31T12:00:00Z nor an age like 90s, 10m, 2h or 7d"
-        raise HTTPException(422, message) from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
 def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     """What is known of runs."""
     router, store = APIRouter(), projection.store
 
     @router.get("/training-runs", response_model=views.RunPage)
     async def get_runs(
-        state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
-        user: Annotated[str | None, Query(max_length=200, description="`*` is anything")] = None,
-        team: Annotated[
-            str | None, Query(max_length=200, description="this team and its parts; `*` is anything")
-        ] = None,
-        model: Annotated[str | None, Query(max_length=200, description="`*` is anything")] = None,
-        name: Annotated[str | None, Query(max_length=200, description="part of it; or with `*`, all of it")] = None,
-        q: Annotated[
-            str | None,
-            Query(max_length=200, description="part of the name, user, team or model, or the beginning of the id"),
-        ] = None,
-        since: Annotated[
-            str | None, Query(max_length=40, description="a time (2026-01-31T12:00:00Z) or an age: 90s, 10m, 2h, 7d")
-        ] = None,
+        wanted: ChosenRuns,
         limit: Limit = 50,
         cursor: str | None = None,
-        kind: Annotated[
-            Literal["train", "evaluate"] | None, Query(description="evaluate: what the platform itself measures")
-        ] = None,
-        evaluates: Annotated[str | None, Query(max_length=200, description="id of the run that is measured")] = None,
+        trials: Annotated[
+            bool, Query(description="false: without the trials of studies, which GET /hpo/studies folds")
+        ] = True,
         counts: Annotated[
             bool, Query(description="add how many runs each state, kind, user, team and model has")
         ] = False,
     ) -> views.RunPage:
         """Runs, newest first."""
-        # Each once: of several, each is a search of its own.
-        states = dict.fromkeys(s for given in state or [] for s in given.split(",") if s)
-        if unknown := states.keys() - set(STATES):
-            raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
         if cursor is None:
             await projection.catch_up()  # who has just asked for a run finds it here
-        wanted = queries.RunFilter(tuple(states), user, team, model, name, q, _since_s(since), kind, evaluates)
+        wanted = replace(wanted, trials=trials)
         page = await queries.list_runs(store, wanted, limit=limit, cursor=cursor)
         return page.model_copy(update={"counts": await queries.count_runs(store, wanted)}) if counts else page
 

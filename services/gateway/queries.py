@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -110,13 +110,12 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """Which runs are listed. An empty field leaves nothing out."""
+    """Which runs are listed. An empty field leaves nothing out; in a text, ``*`` stands for anything."""
 
     states: tuple[str, ...] = ()
     user: str | None = None
     team: str | None = None
     model: str | None = None
-    #: Part of the name.
     name: str | None = None
     #: Part of the name, the user, the team or the model, or the beginning of the id.
     text: str | None = None
@@ -125,10 +124,14 @@ class RunFilter:
     kind: str | None = None
     #: The run whose checkpoints the listed runs of kind evaluate measure.
     evaluates: str | None = None
+    #: Id or name of the study whose trials are listed.
+    study: str | None = None
+    #: Whether the trials of studies are among the runs.
+    trials: bool = True
 
     def conditions(self, without: str = "") -> list[sa.ColumnElement[bool]]:
         """Return the conditions in SQL, but for those on the column ``without``."""
-        exact = {name: getattr(self, name) for name in ("user", "model", "kind", "evaluates")}
+        exact = {name: getattr(self, name) for name in ("user", "model", "name", "kind", "evaluates")}
         found = [_is_like(RUNS.c[column], value) for column, value in exact.items() if value and column != without]
         if self.team and without != "team":
             found.append(sa.or_(*_is_of_team(self.team)))
@@ -136,16 +139,27 @@ class RunFilter:
             found.append(RUNS.c.state.in_(self.states))
         if self.since_s is not None:
             found.append(RUNS.c.requested_at >= self.since_s)
-        if self.name:
-            is_pattern = ANYTHING in self.name
-            part = RUNS.c.name.icontains(self.name, autoescape=True)
-            found.append(_is_like(RUNS.c.name, self.name) if is_pattern else part)
+        if self.study:
+            found.append(RUNS.c.study.in_(sa.select(STUDIES.c.study_id).where(self._is_study())))
+        if not self.trials:
+            found.append(RUNS.c.study.is_(None))
         if self.text:
             parts = [
                 RUNS.c[column].icontains(self.text, autoescape=True) for column in ("name", "user", "team", "model")
             ]
             found.append(sa.or_(*parts, begins_with(RUNS.c.run_id, self.text)))
         return found
+
+    def study_conditions(self) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions in SQL that a study has a trial that is meant."""
+        found = [self._is_study()] if self.study else []
+        if conditions := replace(self, study=None).conditions():
+            found.append(sa.exists().where(RUNS.c.study == STUDIES.c.study_id, *conditions))
+        return found
+
+    def _is_study(self) -> sa.ColumnElement[bool]:
+        study = self.study or ANYTHING
+        return sa.or_(_is_like(STUDIES.c.study_id, study), _is_like(STUDIES.c.name, study))
 
 
 #: The start of the verdict of a run whose promotion waits for somebody.
@@ -329,11 +343,23 @@ async def count_slots(store: Store) -> tuple[int, int]:
     return used, sum(slots.values()) - used
 
 
-async def list_studies(store: Store, *, limit: int, cursor: str | None) -> views.Studies:
-    """The newest studies first, without their trials."""
-    query = sa.select(STUDIES).where(*NEWEST_STUDIES.conditions(cursor)).order_by(*NEWEST_STUDIES.clauses())
+async def list_studies(store: Store, wanted: RunFilter, *, limit: int, cursor: str | None) -> views.Studies:
+    """The newest studies that have a run that is meant, without their trials."""
+    query = studies_query(wanted, NEWEST_STUDIES.conditions(cursor))
     rows, next_cursor = NEWEST_STUDIES.cut(await store.fetch(query.limit(limit + 1)), limit)
-    return views.Studies(studies=[views.StudyView.model_validate(dict(row)) for row in rows], next_cursor=next_cursor)
+    return views.Studies(studies=[_summarize_study(row) for row in rows], next_cursor=next_cursor)
+
+
+def studies_query(wanted: RunFilter, later: list[sa.ColumnElement[bool]]) -> sa.Select[Any]:
+    """Return the query for the studies that have a run that is meant; without any condition, for all."""
+    return sa.select(STUDIES).where(*wanted.study_conditions(), *later).order_by(*NEWEST_STUDIES.clauses())
+
+
+def _summarize_study(row: Row) -> views.StudyView:
+    counts = Counter((row["trial_states"] or {}).values())
+    return views.StudyView.model_validate(
+        {**row, "planned_trials": row["planned_trials"] or 0, "trials_by_state": dict(sorted(counts.items()))}
+    )
 
 
 async def list_datasets(store: Store, *, limit: int, cursor: str | None) -> views.Datasets:

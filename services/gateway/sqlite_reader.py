@@ -45,4 +45,6 @@ def set_pragmas(connection: Any, _: object) -> None:
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA busy_timeout=15000")
+    # As in PostgreSQL: a pattern with * in its middle means what one without means.
+    cursor.execute("PRAGMA case_sensitive_like=ON")
     cursor.close()

@@ -116,6 +116,8 @@ RUNS = _table(
         ("requested_at", "run_id"),
         ("name", "requested_at", "run_id"),
         ("evaluates", "requested_at"),
+        ("study", "requested_at", "run_id"),
+        ("study", "state", "requested_at", "run_id"),
         ("verdict",),
         ("dataset_id", "requested_at"),
         *((column, "requested_at", "run_id") for column in ("state", "user", "team", "model")),

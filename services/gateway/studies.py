@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Path
@@ -13,17 +15,24 @@ from contracts.state.study import Studies, Study
 from services.gateway import queries, views
 from services.gateway.parameters import Limit
 from services.gateway.projection import Projection
+from services.gateway.run_parameters import ChosenRuns
 from services.kit.bus import Bus
 
 
 def study_view(study: Study) -> views.StudyView:
     """Return a study as clients see it. Pure."""
+    only = study.spec.objectives[0] if len(study.spec.objectives) == 1 else None
     return views.StudyView(
         study_id=study.study_id,
         name=study.spec.name,
         state=study.state,
         reason=study.reason,
         best=list(study.best),
+        planned_trials=study.spec.trials,
+        trials_by_state=dict(sorted(Counter(trial.state for trial in study.search_trials).items())),
+        objective=only and only.metric,
+        mode=only and only.mode,
+        best_value=_best_value(study, only.mode) if only else None,
         trials=[
             views.TrialView(
                 trial=trial.number,
@@ -40,6 +49,14 @@ def study_view(study: Study) -> views.StudyView:
             for trial in study.trials
         ],
     )
+
+
+def _best_value(study: Study, mode: str) -> float | None:
+    """Return the best value of the trials that have completed and break no constraint."""
+    completed = [trial for trial in study.search_trials if trial.state == "completed" and trial.values]
+    values = [trial.values[0] for trial in completed if not any(each > 0 for each in trial.violations)]
+    finite = filter(math.isfinite, values)
+    return min(finite, default=None) if mode == "min" else max(finite, default=None)
 
 
 async def read_study(bus: Bus, study_id: str) -> views.StudyView:
@@ -61,10 +78,10 @@ def read_routes(projection: Projection) -> APIRouter:
     router = APIRouter()
 
     @router.get("/hpo/studies", response_model=views.Studies)
-    async def get_studies(limit: Limit = 100, cursor: str | None = None) -> views.Studies:
-        """Studies, newest first, without their trials."""
+    async def get_studies(wanted: ChosenRuns, limit: Limit = 100, cursor: str | None = None) -> views.Studies:
+        """Studies, newest first, with what their trials have reached: those with a trial that meets the filters."""
         await projection.catch_up()
-        return await queries.list_studies(projection.store, limit=limit, cursor=cursor)
+        return await queries.list_studies(projection.store, wanted, limit=limit, cursor=cursor)
 
     @router.get("/hpo/studies/{study_id}", response_model=views.StudyView)
     async def get_study(study_id: Annotated[str, Path(pattern=TOKEN_PATTERN)]) -> views.StudyView:

@@ -145,6 +145,15 @@ class StudyView(View):
     reason: str = ""
     #: Numbers of the best trials.
     best: list[int] = Field(default_factory=list)
+    #: When it was requested; None where a single study is shown.
+    requested_at: Time | None = None
+    #: How many trials it has in the end, and how many of the search are in each state.
+    planned_trials: int = 0
+    trials_by_state: dict[str, int] = Field(default_factory=dict)
+    #: The metric that is optimised and min or max, where there is one alone, and its best value so far.
+    objective: str | None = None
+    mode: str | None = None
+    best_value: float | None = None
     trials: list[TrialView] = Field(default_factory=list)
 
 
@@ -216,6 +225,8 @@ class RunSummary(View):
     parent_run_id: str | None
     #: For a run of kind evaluate: the run whose checkpoint it measures.
     evaluates: str | None = None
+    #: The study whose trial it is.
+    study: str | None = None
     slots: Slots
     generation: int
     #: Placements after the first.

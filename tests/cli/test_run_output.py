@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -32,9 +33,11 @@ from contracts.events.run import (
     RunQueued,
     RunStarted,
 )
+from contracts.events.study import StudyAccepted, TrialEnded, TrialSuggested
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.pace import TrainingPace
 from contracts.spec.run import RunSpec
+from contracts.spec.study import StudySpec
 from contracts.spec.training import Retention
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -53,6 +56,7 @@ from trainbus.commands.options import parse_rank
 from trainbus.commands.run_failure import MAX_HELD_S, HeldOutput
 from trainbus.commands.run_output import ProgressLines, format_progress, format_rate, print_run
 from trainbus.commands.run_wait import EXIT_MISSED, EXIT_REACHED, EXIT_TIMED_OUT, wait_for_runs
+from trainbus.commands.runs import ps
 from trainbus.commands.times import parse_since
 
 RUN = "r1"
@@ -359,25 +363,65 @@ async def test_a_result_stands_over_the_last_progress(client: AsyncClient, bus: 
     assert (await client.run(RUN)).metrics == {"loss": 0.1, "accuracy": 0.9}
 
 
-def test_a_filter_selects_runs() -> None:
-    views = [
-        RunView("r1", "digits", state="failed", user="ann", team="research/vision", requested_at=NOW),
-        RunView("r2", "digits-2", state="running", user="bob", model="digits", requested_at=NOW + timedelta(hours=1)),
-        RunView("r3", "gpt", state="completed", team="researchers", requested_at=NOW + timedelta(hours=2)),
-    ]
-
-    def select(**fields: Any) -> list[str]:
-        return [view.run_id for view in views if RunFilter(**fields).matches(view)]
-
-    assert select() == ["r1", "r2", "r3"]
-    assert select(states=("failed", "running")) == ["r1", "r2"]
-    assert select(user="ann") == select(team="research") == select(team="research/vision") == ["r1"]
-    assert select(model="digits") == ["r2"]
-    assert select(name="digits") == ["r1"]
-    assert select(name="digits*") == ["r1", "r2"]
-    assert select(since=NOW + timedelta(minutes=1)) == ["r2", "r3"]
+def test_a_filter_is_what_the_gateway_takes() -> None:
+    chosen = RunFilter(("failed",), user="ann", text="cnn", study="sweep", since=NOW, limit=3, trials=False)
+    assert chosen.to_params() == {
+        "state": ["failed"],
+        "user": "ann",
+        "q": "cnn",
+        "study": "sweep",
+        "since": NOW.isoformat(),
+        "trials": False,
+    }
+    assert (RunFilter(trials=False).is_empty, chosen.is_empty) == (True, False)
     with pytest.raises(UsageError, match=r"'faild'.*failed"):
         RunFilter(states=("faild",))
+
+
+async def test_ps_folds_the_trials_of_a_study(
+    client: AsyncClient, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = StudySpec.model_validate(
+        {
+            "name": "sweep",
+            "run": {"name": "trial", "command": ["true"]},
+            "space": {"x": [1, 2]},
+            "objectives": [{"metric": "validation/loss", "mode": "min"}],
+            "trials": 9,
+        }
+    )
+    of_study = SPEC.model_copy(update={"name": "trial", "study": "s1"})
+    await publish(bus, StudyAccepted(study_id="s1", spec=spec, request_id="q", request_source="test"))
+    for number in range(3):
+        trial = RunAccepted(run_id=f"rt{number}", spec=of_study, request_id=f"t{number}", request_source="test")
+        await publish(bus, TrialSuggested(study_id="s1", trial=number, run_id=f"rt{number}", params={"x": 1}), trial)
+    ended = {"study_id": "s1", "metrics": {}}
+    await publish(
+        bus,
+        TrialEnded(trial=0, run_id="rt0", outcome="completed", values=(0.25,), **ended),
+        TrialEnded(trial=1, run_id="rt1", outcome="failed", **ended),
+        accepted(),
+    )
+
+    async def list_rows(**flags: Any) -> str:
+        await ps(client, **flags)
+        return capsys.readouterr().out
+
+    folded = await list_rows()
+    assert RUN in folded
+    assert "rt0" not in folded
+    (row,) = (line for line in folded.splitlines() if "2/9 trials" in line)
+    assert row.split()[:3] == ["s1", "sweep", "running"]
+    assert "loss 0.25" in row
+    assert "s1 sweep running: of 9 trials: 1 completed, 1 failed, 1 running" in folded
+    assert "sweep" not in await list_rows(states=["queued"])
+    assert "sweep" in await list_rows(everything=True)
+    one_by_one = await list_rows(study="sweep")
+    assert all(run_id in one_by_one for run_id in ("rt0", "rt1", "rt2"))
+    assert RUN not in one_by_one
+    listed = {run["run_id"]: run["study"] for run in json.loads(await list_rows(as_json=True))}
+    assert listed == {RUN: None, "rt0": "s1", "rt1": "s1", "rt2": "s1"}
+    assert "rt2" not in await list_rows(limit=1)
 
 
 def render_plain(renderable: Any, width: int) -> str:

@@ -35,7 +35,15 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from contracts.events.study import StudyAccepted, StudyCompleted, StudyRejected, StudyStopped
+from contracts.events.study import (
+    StudyAccepted,
+    StudyCompleted,
+    StudyRejected,
+    StudyStopped,
+    TrialEnded,
+    TrialPruned,
+    TrialSuggested,
+)
 from contracts.events.train import (
     AdoptPolicyRequested,
     CancelRequested,
@@ -166,7 +174,7 @@ async def test_a_whole_life(gateway: Running, bus: Bus) -> None:
         "on 2 slots of n1, from its checkpoint of step 20"
         in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
     )
-    listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig"})
+    listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig*"})
     assert [r["run_id"] for r in listed["runs"]] == [RUN]
     assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [40, 20]
     assert [n["used"] for n in (await gateway.get("/nodes"))["nodes"]] == [0, 0]
@@ -445,6 +453,50 @@ async def test_studies_are_listed_as_their_facts_add_up(gateway: Running, bus: B
     assert (await gateway.client.get("/hpo/studies/nothing")).status_code == 404
 
 
+async def test_the_trials_of_a_study_fold_into_one_row(gateway: Running, bus: Bus) -> None:
+    spec = StudySpec.model_validate(
+        {
+            "name": "sweep",
+            "run": {"name": "s", "command": ["true"]},
+            "space": {"x": [1, 2]},
+            "objectives": [{"metric": "loss", "mode": "min"}],
+            "trials": 9,
+        }
+    )
+    await publish(bus, StudyAccepted(study_id="s1", spec=spec, request_id="q", request_source="t"))
+    for number in range(5):
+        trial = SPEC.model_copy(update={"study": "s1", "trial": number, "user": "ada"})
+        run_id = f"rt{number}"
+        await publish(
+            bus,
+            TrialSuggested(study_id="s1", trial=number, run_id=run_id, params={"x": 1}),
+            RunAccepted(run_id=run_id, spec=trial, request_id=run_id, request_source="t"),
+        )
+    await publish(bus, RunAccepted(run_id="rx", spec=SPEC, request_id="x", request_source="t"))
+    ended = {"study_id": "s1", "metrics": {}}
+    await publish(
+        bus,
+        RunQueued(run_id="rt4", next_generation=1),
+        TrialEnded(trial=0, run_id="rt0", outcome="completed", values=(0.5,), **ended),
+        TrialEnded(trial=1, run_id="rt1", outcome="completed", values=(0.25,), **ended),
+        TrialEnded(trial=2, run_id="rt2", outcome="failed", **ended),
+        TrialPruned(study_id="s1", trial=3, run_id="rt3", step=1, reason="bad"),
+        TrialEnded(trial=3, run_id="rt3", outcome="cancelled", values=(0.1,), **ended),
+    )
+    folded = await gateway.get("/training-runs", params={"trials": False})
+    assert [run["run_id"] for run in folded["runs"]] == ["rx"]
+    (study,) = (await gateway.get("/hpo/studies"))["studies"]
+    assert study["trials_by_state"] == {"completed": 2, "failed": 1, "pruned": 1, "running": 1}
+    assert [study[name] for name in ("planned_trials", "objective", "mode", "best_value")] == [9, "loss", "min", 0.25]
+    for reference in ("s1", "sweep", "sw*"):
+        page = await gateway.get("/training-runs", params={"study": reference, "state": "queued,accepted"})
+        assert [run["run_id"] for run in page["runs"]] == ["rt4", "rt3", "rt2", "rt1", "rt0"]
+        assert {run["study"] for run in page["runs"]} == {"s1"}
+    expected = {"state=queued&user=ada": 1, "state=running": 0, "user=bob": 0, "study=sweep": 1, "study=other": 0}
+    for query, count in expected.items():
+        assert len((await gateway.get(f"/hpo/studies?{query}"))["studies"]) == count, query
+
+
 async def test_a_cursor_that_was_not_given_out_is_refused(gateway: Running) -> None:
     values: list[Any] = [[], [1], ["x"], [None, "r"], [True, "r"], ["x", 10**30], [1.5, "r", 2], {"a": 1}, 7]
     made = [base64.urlsafe_b64encode(json.dumps(each).encode()).decode() for each in values]
@@ -490,8 +542,11 @@ FILTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"user": "ad"}, []),
     ({"team": "text"}, ["rb1"]),
     ({"model": "digits"}, ["ra1"]),
-    ({"name": "digits"}, ["ra2", "ra1"]),
-    ({"name": "%"}, ["rb2"]),
+    ({"name": "digits"}, []),
+    ({"name": "digits mlp"}, ["ra2"]),
+    ({"name": "*igits*"}, ["ra2", "ra1"]),
+    ({"name": "D*s*"}, ["ra1"]),
+    ({"name": "*%"}, ["rb2"]),
     ({"q": "VISION"}, ["ra2", "ra1"]),
     ({"q": "ra"}, ["ra2", "ra1"]),
     ({"q": "tok", "user": "ada"}, []),

@@ -53,6 +53,19 @@ async def test_runs_of_a_team_and_of_its_parts_come_in_one_order(
         assert await read_all(store, RunFilter(states=waiting, team="text")) == newest_first(*of_text, states=waiting)
 
 
+async def test_runs_without_trials_and_studies_with_a_live_one_are_found_by_indexes(
+    gateway_settings: GatewaySettings,
+) -> None:
+    async with Store(gateway_settings.database_url) as store:
+        plan = await explain(store, queries.ids_query(RunFilter(trials=False), 51, []))
+        ended = await explain(store, queries.ids_query(RunFilter(("failed", "completed"), trials=False), 21, []))
+        studies = await explain(store, queries.studies_query(RunFilter(("running", "queued")), []).limit(21))
+    assert "ix_runs_study_requested_at_run_id (study=?)" in plan
+    assert "ix_runs_study_state_requested_at_run_id (study=? AND state=?)" in ended
+    assert "ix_runs_study_state_requested_at_run_id (study=? AND state=?)" in studies
+    assert "SCAN runs" not in plan + ended + studies
+
+
 async def test_the_runs_of_a_team_are_not_all_read_for_a_page(gateway_settings: GatewaySettings) -> None:
     async with Store(gateway_settings.database_url) as store:
         plan = await explain(store, queries.ids_query(RunFilter(team="text"), 51, []))

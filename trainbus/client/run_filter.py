@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from fnmatch import fnmatchcase
 from typing import Any
 
 from contracts.run_states import STATES
 from trainbus.client.errors import UsageError
-from trainbus.client.views import RunView
+
+#: Conditions that the gateway calls by the same name.
+TEXTS = ("user", "team", "model", "name", "kind", "study", "evaluates")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """Conditions on runs; None: any. A name, user, team or model may have ``*`` for anything."""
+    """Conditions on runs, as ``GET /training-runs`` has them; None: any. ``*`` in a text stands for anything."""
 
     states: tuple[str, ...] = ()
     user: str | None = None
-    #: A team is met by its parts too: ``research`` by ``research/vision``.
+    #: A team and its parts: ``research`` and ``research/vision``.
     team: str | None = None
     model: str | None = None
     name: str | None = None
@@ -26,6 +27,16 @@ class RunFilter:
     since: datetime | None = None
     #: How many of the newest.
     limit: int | None = None
+    #: train or evaluate.
+    kind: str | None = None
+    #: Id or name of the study whose trials are meant.
+    study: str | None = None
+    #: Part of the name, the user, the team or the model, or the beginning of the id.
+    text: str | None = None
+    #: Id of the run whose evaluations are meant.
+    evaluates: str | None = None
+    #: Whether the trials of studies are among the runs.
+    trials: bool = True
 
     def __post_init__(self) -> None:
         unknown = [state for state in self.states if state not in STATES]
@@ -35,26 +46,16 @@ class RunFilter:
     @property
     def is_empty(self) -> bool:
         """Whether every run is meant."""
-        return self == RunFilter()
+        return replace(self, trials=True) == RunFilter()
 
     def to_params(self) -> dict[str, Any]:
-        """Return the conditions as the gateway takes them; it may list more than ``matches``."""
-        texts = {name: getattr(self, name) for name in ("user", "team", "model", "name")}
+        """Return the conditions as the gateway takes them, without the limit."""
+        texts = {name: getattr(self, name) for name in TEXTS} | {"q": self.text}
         params: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
         if self.states:
             params["state"] = list(self.states)
         if self.since is not None:
             params["since"] = self.since.isoformat()
+        if not self.trials:
+            params["trials"] = False
         return params
-
-    def matches(self, view: RunView) -> bool:
-        """Whether a run is meant."""
-        if self.states and view.state not in self.states:
-            return False
-        if self.since is not None and (view.requested_at is None or view.requested_at < self.since):
-            return False
-        texts = ((self.user, view.user), (self.model, view.model), (self.name, view.name))
-        if not all(wanted is None or fnmatchcase(text or "", wanted) for wanted, text in texts):
-            return False
-        team = view.team or ""
-        return self.team is None or fnmatchcase(team, self.team) or fnmatchcase(team, f"{self.team}/*")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from datetime import datetime
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ from contracts.problems import FieldProblem, join_problems
 from contracts.run_states import STATES, TERMINAL_STATES
 from trainbus.client.connection import PAGE_ITEMS, Connection
 from trainbus.client.run_filter import RunFilter
-from trainbus.client.views import AWAITING, NodeView, RunView, TimelineEntry
+from trainbus.client.views import AWAITING, NodeView, RunView, StudyView, TimelineEntry
 
 #: Ended runs that a list holds unless all are asked for.
 MAX_ENDED_RUNS = 20
@@ -32,14 +33,15 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     """
     chosen = matching or RunFilter()
     if include_ended:
-        views = [view async for view in _read_runs(connection, chosen, {})]
+        views = [view async for view in _read_runs(connection, chosen)]
     else:
         # In this order a run that ends meanwhile is in both lists, and counts as ended; in the other, in neither.
-        live = await _read_first(_read_runs(connection, chosen, {"state": LIVE_STATES}), None)
-        ended_only = {"state": ENDED_STATES, "kind": "train", "limit": MAX_ENDED_RUNS}
-        ended = await _read_first(_read_runs(connection, chosen, ended_only), MAX_ENDED_RUNS)
+        live = [view async for view in _read_runs(connection, _narrow(chosen, LIVE_STATES))]
+        ended_limit = min(MAX_ENDED_RUNS, chosen.limit or MAX_ENDED_RUNS)
+        ended_only = replace(chosen, kind=chosen.kind or "train", limit=ended_limit)
+        ended = [view async for view in _read_runs(connection, _narrow(ended_only, ENDED_STATES))]
         found = {view.run_id: view for view in [*live, *ended]}.values()
-        views = sorted(found, key=lambda view: (view.requested_at or datetime.min, view.run_id), reverse=True)
+        views = sorted(found, key=by_request, reverse=True)
         views = views[: chosen.limit]
     requested = [view for view in views if view.state == "requested"]
     if requested:
@@ -49,27 +51,59 @@ async def list_runs(connection: Connection, *, include_ended: bool, matching: Ru
     return views[::-1]
 
 
-async def _read_runs(connection: Connection, chosen: RunFilter, params: Mapping[str, Any]) -> AsyncIterator[RunView]:
+def _narrow(chosen: RunFilter, states: Sequence[str]) -> RunFilter | None:
+    """Return the filter for those runs that are in one of these states, too; None: there can be none."""
+    both = tuple(state for state in states if not chosen.states or state in chosen.states)
+    return replace(chosen, states=both) if both else None
+
+
+async def _read_runs(connection: Connection, chosen: RunFilter | None) -> AsyncIterator[RunView]:
     """Yield the runs that are meant, newest first; of many, no more pages are read than ``chosen.limit`` needs."""
-    wanted = {"limit": min(PAGE_ITEMS, chosen.limit or PAGE_ITEMS), **chosen.to_params(), **params}
-    found = 0
-    async for page in connection.read_pages("/training-runs", **wanted):
-        for view in map(read_summary, page["runs"]):
-            if not chosen.matches(view):
-                continue
-            yield view
-            found += 1
-            if found == chosen.limit:
+    if chosen is None:
+        return
+    async for found in _read_rows(connection, "/training-runs", "runs", chosen):
+        yield read_summary(found)
+
+
+async def _read_rows(
+    connection: Connection, path: str, key: str, chosen: RunFilter
+) -> AsyncIterator[Mapping[str, Any]]:
+    """Yield the rows of a list that are meant, newest first."""
+    count = 0
+    size = min(PAGE_ITEMS, chosen.limit or PAGE_ITEMS)
+    async for page in connection.read_pages(path, limit=size, **chosen.to_params()):
+        for found in page[key]:
+            yield found
+            count += 1
+            if count == chosen.limit:
                 return
 
 
-async def _read_first(views: AsyncIterator[RunView], count: int | None) -> list[RunView]:
-    found: list[RunView] = []
-    async for view in views:
-        found.append(view)
-        if len(found) == count:
-            break
-    return found
+async def list_studies(connection: Connection, *, include_ended: bool, matching: RunFilter) -> list[StudyView]:
+    """Return the studies that have a run that is meant, in the order of their requests.
+
+    Without ``include_ended``: the newest ones, and all whose trials have not ended.
+    """
+    searched = [replace(matching, trials=True)]
+    if not include_ended:
+        newest = min(MAX_ENDED_RUNS, matching.limit or MAX_ENDED_RUNS)
+        searched = [replace(searched[0], limit=newest), replace(searched[0], states=tuple(LIVE_STATES))]
+    found: dict[str, StudyView] = {}
+    for chosen in searched:
+        async for each in _read_rows(connection, "/hpo/studies", "studies", chosen):
+            found[each["study_id"]] = _read_study(each)
+    return sorted(found.values(), key=by_request)[-(matching.limit or len(found)) :]
+
+
+def _read_study(found: Mapping[str, Any]) -> StudyView:
+    taken = ("study_id", "name", "state", "reason", "planned_trials", "trials_by_state", "objective", "best_value")
+    return StudyView(requested_at=read_time(found["requested_at"]), **{name: found[name] for name in taken})
+
+
+def by_request(view: RunView | StudyView) -> tuple[datetime, str]:
+    """Return by what lists are ordered: when it was requested, and its id."""
+    own_id = view.run_id if isinstance(view, RunView) else view.study_id
+    return view.requested_at or datetime.min.replace(tzinfo=UTC), own_id
 
 
 async def find_run(connection: Connection, name: str) -> str:
@@ -118,6 +152,7 @@ def read_summary(found: Mapping[str, Any]) -> RunView:
         setattr(view, name, found[name] or "")
     slots, waiting, evaluation = found["slots"], found["waiting"], found["evaluation"] or {}
     view.slots_min, view.slots_max, view.slots_got = slots["min"], slots["max"], slots["got"]
+    view.study = found.get("study")
     view.requested_at, view.ended_at = read_time(found["requested_at"]), read_time(found["ended_at"])
     view.reason = found["reason"] or (waiting["message"] if waiting is not None else "")
     view.params, view.nodes, view.resizes = found["params"], tuple(found["nodes"]), tuple(found["sizes"])

@@ -80,6 +80,8 @@ class RunView:
     mlflow_experiment_id: str | None = None
     parent_run_id: str | None = None
     evaluates: str | None = None
+    #: The study whose trial it is.
+    study: str | None = None
     #: What is probably a mistake in its request; of a single run.
     warnings: tuple[str, ...] = ()
     timeline: list[TimelineEntry] = field(default_factory=list)
@@ -104,6 +106,24 @@ class RunView:
     def restarts(self) -> int:
         """Placements after the first."""
         return max(0, self.generation - 1)
+
+
+@dataclass(slots=True)
+class StudyView:
+    """One study as a list of runs shows it, in place of its trials."""
+
+    study_id: str
+    name: str
+    state: str
+    requested_at: datetime | None = None
+    reason: str = ""
+    #: How many trials it has in the end; 0: not known.
+    planned_trials: int = 0
+    #: How many trials are in each state.
+    trials_by_state: dict[str, int] = field(default_factory=dict)
+    #: The metric that is optimised, where there is one alone, and its best value so far.
+    objective: str | None = None
+    best_value: float | None = None
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from contracts.formats import DEFAULT_REASONS, format_duration, format_reason, plural
 from contracts.main_metric import choose_main_metric
 from trainbus.client.address import StackAddress
-from trainbus.client.views import NodeView, RunView, TimelineEntry
+from trainbus.client.views import NodeView, RunView, StudyView, TimelineEntry
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
@@ -40,24 +40,47 @@ def summarize_run(view: RunView) -> dict[str, Any]:
     return {name: value for name, value in run_to_plain(view).items() if name not in DETAILS}
 
 
-def render_runs(views: Iterable[RunView], now: datetime, width: int = render.PLAIN_WIDTH) -> Group:
-    """Return a table of runs, and under it the reasons of those that wait or failed."""
+def render_runs(views: Iterable[RunView | StudyView], now: datetime, width: int = render.PLAIN_WIDTH) -> Group:
+    """Return a table of runs and folded studies; under it, why runs wait or failed, and how many trials are over."""
     views = list(views)
     narrow = width < WIDE
-    rows = [_list_cells(view, now, narrow=narrow) for view in views]
+    rows = [
+        _list_cells(view, now, narrow=narrow) if isinstance(view, RunView) else _study_cells(view, now, narrow=narrow)
+        for view in views
+    ]
     shown = {name for row in rows for name, text in row.items() if text}
     names = [name for name in rows[0] if name in shown or name in ALWAYS_SHOWN] if rows else list(ALWAYS_SHOWN)
     if narrow:
         names = [name for name in names if name not in ("restarts", "exact", "checkpoint")]
     made = render.table(*names, right=("slots", "step", "restarts", "age"))
     for row in rows:
-        made.add_row(*(row[name] for name in names))
-    reasons = [
-        f"{view.run_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(view.reason)}"
-        for view in views
-        if has_reason(view)
-    ]
-    return Group(made, *reasons)
+        made.add_row(*(row.get(name, "") for name in names))
+    return Group(made, *(text for view in views if (text := _describe_row(view))))
+
+
+def _describe_row(view: RunView | StudyView) -> str:
+    """Return the line under a table of runs about one row; '' if its cells have all."""
+    if isinstance(view, RunView):
+        own_id, text = view.run_id, view.reason if has_reason(view) else ""
+    else:
+        counts = ", ".join(f"{count} {state}" for state, count in view.trials_by_state.items())
+        trials = f"of {plural(view.planned_trials, 'trial')}: {counts}" if counts else ""
+        own_id, text = view.study_id, "; ".join(filter(None, (view.reason, trials)))
+    return f"{own_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(text)}" if text else ""
+
+
+def _study_cells(view: StudyView, now: datetime, *, narrow: bool) -> dict[str, str]:
+    """Return the cells of a study in a list of runs: column -> text."""
+    over = sum(count for state, count in view.trials_by_state.items() if state not in ("running", "paused"))
+    objective = (view.objective or "").rpartition("/")[2] if narrow else view.objective or ""
+    return {
+        "run": view.study_id,
+        "name": escape(view.name),
+        "state": render.state(view.state),
+        "step": f"{over}/{plural(view.planned_trials, 'trial')}" if view.planned_trials else "",
+        "metric": "" if view.best_value is None else f"{escape(objective)} {view.best_value:.4g}",
+        "age": render.ago(view.requested_at, now),
+    }
 
 
 def _list_cells(view: RunView, now: datetime, *, narrow: bool) -> dict[str, str]:

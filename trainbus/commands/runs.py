@@ -28,6 +28,7 @@ from trainbus.commands.times import parse_duration, parse_since, parse_time
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
     from trainbus.client.stored_event import StoredEvent
+    from trainbus.client.views import RunView, StudyView
 
 app = typer.Typer()
 PANEL = "Runs"
@@ -108,23 +109,54 @@ async def ps(
     team: Annotated[str | None, typer.Option(help="Only runs of this team and its parts.")] = None,
     model: Annotated[str | None, typer.Option(help="Only runs for this registered model.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs of this name; * is anything: 'digits*'.")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="Only the trials of this study (its id or name), one by one; '*': of all.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only runs of this kind: train or evaluate.")] = None,
+    evaluates: Annotated[str | None, typer.Option(help="Only the evaluations of the run of this id.")] = None,
+    search: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only runs with this in their name, user, team or model.")
+    ] = None,
     since: Annotated[str | None, typer.Option(help="Only runs requested since: 10m, 2h, 1d, or a time (UTC).")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the newest N.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs: those that have not ended and the newest 20 that have; with a filter, all that it selects."""
+    """List the runs: those that have not ended and the newest 20 that have; with a filter, all that it selects.
+
+    The trials of a study are one row, but for --study and --json.
+    """
     from trainbus.client.run_filter import RunFilter
+    from trainbus.client.run_list import by_request, list_studies
     from trainbus.commands import run_tables
 
     now = render.utc_now()
     start = None if since is None else parse_since(since, now)
-    chosen = RunFilter(tuple(states or ()), user, team, model, name, start, limit)
-    views = await client.runs(include_ended=everything or not chosen.is_empty, matching=chosen)
+    is_folded = study is None and not as_json
+    chosen = RunFilter(
+        states=tuple(states or ()),
+        user=user,
+        team=team,
+        model=model,
+        name=name,
+        since=start,
+        limit=limit,
+        kind=kind,
+        study=study,
+        text=search,
+        evaluates=evaluates,
+        trials=not is_folded,
+    )
+    include_ended = everything or not chosen.is_empty
+    views = await client.runs(include_ended=include_ended, matching=chosen)
     if as_json:
         print(render.as_json(list(map(run_tables.summarize_run, views))))
-    elif views:
+        return
+    folded = await list_studies(client.connection, include_ended=include_ended, matching=chosen) if is_folded else []
+    rows: list[RunView | StudyView] = [*views, *folded]
+    if rows:
+        newest = sorted(rows, key=by_request)[-limit if limit else 0 :]
         console = render.console()
-        console.print(run_tables.render_runs(views, now, console.width))
+        console.print(run_tables.render_runs(newest, now, console.width))
     elif chosen.is_empty:
         print("no runs yet: `trainbus submit PROJECT task:Class`, or publish train.requested")
     else:

@@ -49,7 +49,16 @@ from contracts.events.run import (
     RunTracked,
     RunWaiting,
 )
-from contracts.events.study import StudyAccepted, StudyCompleted, StudyFact, StudyRejected, StudyStopped
+from contracts.events.study import (
+    StudyAccepted,
+    StudyCompleted,
+    StudyFact,
+    StudyRejected,
+    StudyStopped,
+    TrialEnded,
+    TrialFact,
+    TrialSuggested,
+)
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.run_states import TERMINAL_STATES
 from contracts.spec.run import RunFields
@@ -281,7 +290,11 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
 
 
 #: Columns of a run that are fields of its spec.
-SPEC_COLUMNS = ("name", "kind", "experiment", "user", "team", "priority", "model")
+SPEC_COLUMNS = ("name", "kind", "experiment", "user", "team", "priority", "model", "study")
+#: Fact about a trial -> the state that it brings the trial to.
+TRIAL_STATES = {"trial_pruned": "pruned", "trial_paused": "paused", "trial_resumed": "running"}
+#: States of a trial that a fact may still change.
+OPEN_TRIAL_STATES = ("running", "paused")
 
 
 def _spec_columns(spec: RunFields) -> dict[str, Any]:
@@ -474,17 +487,52 @@ def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
 
 
 def fold_study(study: Study | None, fact: StudyFact, at: At) -> Study | None:
-    """Return the study after ``fact``, of which those about single trials change nothing."""
+    """Return the study after ``fact``."""
     match fact:
         case StudyAccepted():
-            return Study(fact.study_id, fact.spec.name, "running", study.requested_at if study else at.time_s)
+            return _new_study(fact, study.requested_at if study else at.time_s)
         case StudyRejected():
             return Study(fact.study_id, fact.name or "", "rejected", at.time_s, fact.reason)
         case StudyCompleted() | StudyStopped() if study is not None:
             best = list(fact.best) if isinstance(fact, StudyCompleted) else study.best
             return replace(study, state=fact.fact, reason=fact.reason, best=best)
+        case TrialFact() if study is not None:
+            return _merge_trial(study, fact)
         case _:
             return study
+
+
+def _new_study(fact: StudyAccepted, requested_at: float) -> Study:
+    spec = fact.spec
+    study = Study(fact.study_id, spec.name, "running", requested_at, planned_trials=spec.trials)
+    if len(spec.objectives) != 1:
+        return study  # no value of a Pareto front is the best
+    return replace(study, objective=spec.objectives[0].metric, mode=spec.objectives[0].mode)
+
+
+def _merge_trial(study: Study, fact: TrialFact) -> Study:
+    """Return a study after a fact about a trial. Repetitions of the best one take no part in the search."""
+    number = str(fact.trial)
+    if isinstance(fact, TrialSuggested):
+        is_new = fact.purpose == "search" and number not in study.trial_states
+        return replace(study, trial_states={**study.trial_states, number: "running"}) if is_new else study
+    if study.trial_states.get(number) not in OPEN_TRIAL_STATES:
+        return study
+    if isinstance(fact, TrialEnded):
+        states = {**study.trial_states, number: fact.outcome}
+        return replace(study, trial_states=states, best_value=_choose_best(study, fact))
+    if (state := TRIAL_STATES.get(fact.fact)) is None:
+        return study
+    return replace(study, trial_states={**study.trial_states, number: state})
+
+
+def _choose_best(study: Study, fact: TrialEnded) -> float | None:
+    """Return the best value with that of a trial that has ended; one that breaks a constraint is never the best."""
+    is_counted = fact.outcome == "completed" and not any(each > 0 for each in fact.violations)
+    if study.mode is None or not is_counted or not fact.values or not math.isfinite(fact.values[0]):
+        return study.best_value
+    known = [fact.values[0], *([] if study.best_value is None else [study.best_value])]
+    return min(known) if study.mode == "min" else max(known)
 
 
 def fold_model(model: RegisteredModel, fact: ModelFact | RunPromotionPending) -> RegisteredModel:

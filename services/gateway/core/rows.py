@@ -35,6 +35,8 @@ class Run:
     parent_run_id: str | None = None
     #: For a run of kind evaluate: the run whose checkpoint it measures.
     evaluates: str | None = None
+    #: The study whose trial it is.
+    study: str | None = None
     spec: dict[str, Any] | None = None
     #: Hash of the request's body: another request under the same idempotency key is refused.
     request_hash: str | None = None
@@ -167,6 +169,14 @@ class Study:
     reason: str = ""
     #: Numbers of the best trials.
     best: list[int] = field(default_factory=list)
+    #: How many trials it has in the end; 0: not known.
+    planned_trials: int = 0
+    #: Number of a trial of the search -> its state.
+    trial_states: dict[str, str] = field(default_factory=dict)
+    #: The metric that is optimised and min or max, where there is one alone, and its best value so far.
+    objective: str | None = None
+    mode: str | None = None
+    best_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

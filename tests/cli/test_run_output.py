@@ -413,7 +413,7 @@ async def test_ps_folds_the_trials_of_a_study(
     (row,) = (line for line in folded.splitlines() if "2/9 trials" in line)
     assert row.split()[:3] == ["s1", "sweep", "running"]
     assert "loss 0.25" in row
-    assert "s1 sweep running: of 9 trials: 1 completed, 1 failed, 1 running" in folded
+    assert "s1 sweep running: 1 completed, 1 failed, 1 running of 9 trials" in folded
     assert "sweep" not in await list_rows(states=["queued"])
     assert "sweep" in await list_rows(everything=True)
     one_by_one = await list_rows(study="sweep")

@@ -64,7 +64,9 @@ def _describe_row(view: RunView | StudyView) -> str:
         own_id, text = view.run_id, view.reason if has_reason(view) else ""
     else:
         counts = ", ".join(f"{count} {state}" for state, count in view.trials_by_state.items())
-        trials = f"of {plural(view.planned_trials, 'trial')}: {counts}" if counts else ""
+        # The row itself says that all have completed.
+        is_told = not counts or view.trials_by_state == {"completed": view.planned_trials}
+        trials = "" if is_told else f"{counts} of {plural(view.planned_trials, 'trial')}"
         own_id, text = view.study_id, "; ".join(filter(None, (view.reason, trials)))
     return f"{own_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(text)}" if text else ""
 

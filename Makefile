@@ -3,6 +3,7 @@
 # make test     every test, the cheapest lane first; ARGS="--lane servers -k lease" for some of them
 # make lint     ruff, mypy --strict, import-linter
 # make up       the stack           make fuzz   new random examples, ROUNDS times
+# make site     the documentation with a search, into build/site
 # All of it works in .venv, which is made from requirements.lock with plain pip.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,9 +13,10 @@ INSTALLED := .venv/.installed
 TESTABLE := .venv/.testable
 TRITON := .venv/.triton
 VISION := .venv/.vision
+SITE := .venv/.site
 TEST_LOCKS := requirements.lock requirements-deepspeed.lock requirements-integrations.lock requirements-browser.lock
 
-.PHONY: run check test fuzz lint install testable triton vision deepspeed integrations browser lock up clean help
+.PHONY: run check test fuzz lint install testable triton vision site deepspeed integrations browser lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +47,12 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# SITE_REPOSITORY=URL: where the site's links to files of the repository lead; without it they are paths.
+site: $(INSTALLED) $(SITE)
+	rm -rf build/site
+	@$(BIN)/python -m docs.site.assemble build/site-source --repository "$(SITE_REPOSITORY)"
+	.venv/site/bin/zensical build --strict --clean -f build/zensical.toml
+
 install: $(INSTALLED)
 testable: $(TESTABLE)
 triton: $(TRITON)
@@ -74,6 +82,12 @@ $(TRITON): $(TESTABLE) requirements-triton.lock
 	.venv/triton/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-triton.lock
 	@touch $@
 
+# The generator of the site shares no package with what it describes.
+$(SITE): $(INSTALLED) requirements-site.lock
+	$(PYTHON) -m venv --clear .venv/site
+	.venv/site/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-site.lock
+	@touch $@
+
 # In a folder of its own: other libraries import torchvision where they find it, and its wheel needs torch for GPUs.
 $(VISION): $(TESTABLE) requirements-vision.lock
 	rm -rf .venv/vision
@@ -96,6 +110,10 @@ lock:
 	build/lock/triton/bin/python -m pip install --quiet "tritonclient[http]"
 	{ head -n 2 requirements-triton.lock; build/lock/triton/bin/python -m pip freeze; } > build/triton.lock
 	mv build/triton.lock requirements-triton.lock
+	$(PYTHON) -m venv build/lock/site
+	build/lock/site/bin/python -m pip install --quiet zensical
+	{ head -n 2 requirements-site.lock; build/lock/site/bin/python -m pip freeze; } > build/site.lock
+	mv build/site.lock requirements-site.lock
 	rm -rf build/lock
 
 # The environment and the data in .trainbus stay; `rm -rf .venv` makes the next step install anew.

@@ -1,0 +1,1 @@
+"""The site of the documentation: the pages of ``docs/``, and a reference that is generated from the code."""

@@ -34,7 +34,9 @@ def _route(title: str, route: Json) -> str:
     parts = [f"## {title}\n", prose(route.get("description") or route.get("summary", "")), ""]
     if parameters := route.get("parameters"):
         parts.append(table(("parameter", "in", "type", "default", ""), map(_parameter, parameters)))
-    bodies = [("body", *content) for content in _contents(route.get("requestBody", {}))]
+    request = route.get("requestBody", {})
+    bodies = [("body", *content) for content in _contents(request)]
+    parts += [f"The body:\n\n{_fields(schema)}" for schema in _inline_objects(request)]
     answers = [
         (status, *content)
         for status, answer in route["responses"].items()
@@ -53,6 +55,12 @@ def _parameter(parameter: Json) -> tuple[str, str, str, str, str]:
 
 def _contents(holder: Json) -> list[tuple[str, str]]:
     return [(code(media), _type(content.get("schema", {}))) for media, content in holder.get("content", {}).items()]
+
+
+def _inline_objects(holder: Json) -> list[Json]:
+    """Return the objects that have no section of their own."""
+    schemas = (content.get("schema", {}) for content in holder.get("content", {}).values())
+    return [schema for schema in schemas if "properties" in schema]
 
 
 def _fields(schema: Json) -> str:

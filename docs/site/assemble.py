@@ -25,7 +25,7 @@ from docs.site.settings import policy, settings
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONFIG = Path(__file__).with_name("zensical.toml")
-WORKER = Path(__file__).with_name("iframe-worker.js")
+ASSETS = [CONFIG.with_name("iframe-worker.js"), CONFIG.with_name("site.css")]
 PAGES_OUTSIDE_DOCS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 GENERATED = {
     "reference/api.md": api,
@@ -117,7 +117,8 @@ def assemble(folder: Path, repository: str = "") -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page())
     (folder / "assets").mkdir()
-    shutil.copy(WORKER, folder / "assets")
+    for asset in ASSETS:
+        shutil.copy(asset, folder / "assets")
     shutil.copy(CONFIG, folder.parent)
 
 

@@ -37,7 +37,8 @@ def parts() -> str:
 
 
 def _page(title: str, introduction: str, events: Iterable[type[Event]]) -> str:
-    return "\n".join([f"# {title}\n\n{introduction}\n", *(_section(event) for event in events)])
+    ordered = sorted(events, key=lambda event: event.type)
+    return "\n".join([f"# {title}\n\n{introduction}\n", *(_section(event) for event in ordered)])
 
 
 def _section(event: type[Event]) -> str:

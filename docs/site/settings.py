@@ -22,7 +22,7 @@ def settings() -> str:
     prefix = str(Settings.model_config["env_prefix"])
     sections = [
         "# Settings\n\nEvery setting is an environment variable, or a line in the file `.env` of the folder in which a "
-        "service starts. Values that are no text are JSON.\n"
+        "service starts. Lists and objects are JSON.\n"
     ]
     for title, model in _settings_classes():
         own = [name for name in model.model_fields if name in model.__annotations__]

@@ -117,6 +117,7 @@ def test_text_of_the_code_is_no_markup() -> None:
         ("facts", "## run.placed.v1\n"),
         ("parts", "## RunSpec\n"),
         ("api", "## POST /training-runs\n"),
+        ("api", "| `ingestion_id` | string | required |  |\n| `files` | list of string |"),
         ("settings", "| `TRAINBUS_NATS_REPLICAS` | `int`, ≥ 1, ≤ 5 | `1` | 1 embedded, 3 in a cluster. |\n"),
         ("policy", "| `skip` | `bool` | `false` | Whether a run that fits may overtake one that does not. |\n"),
         ("metrics", "| `trainbus_jobs_finished_total` | counter | `queue`, `outcome` | Long jobs ended here. |\n"),

@@ -129,6 +129,15 @@ def own_log_configuration() -> Iterator[None]:
     structlog.configure(**before)
 
 
+@pytest.fixture(autouse=True)
+def own_kernels() -> Iterator[None]:
+    """Leave torch as it was: a trainer in exact mode chooses deterministic kernels for its whole process."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path / "nats", free_ports(1)[0])

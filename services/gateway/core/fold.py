@@ -83,6 +83,7 @@ ADDED_FIELDS = (
     "packages",
     "study",
     "trial",
+    "datasets",
     "evaluate.metric",
     "evaluate.mode",
     "evaluation.checkpoint",
@@ -209,7 +210,9 @@ def request_hash(spec: TrainRequested) -> str:
             part = getattr(part, parent)
             if part is None:
                 break
-        if part is not None and getattr(part, name) == type(part).model_fields[name].get_default():
+        if part is not None and getattr(part, name) == type(part).model_fields[name].get_default(
+            call_default_factory=True
+        ):
             excluded = unset
             for parent in parents:
                 excluded = excluded.setdefault(parent, {})

@@ -120,10 +120,11 @@ def held_up_text(fact: run.RunHeldUp) -> str:
         return f"cannot begin: {fact.node_id} waits for {nodes} to publish where the ranks meet"
     ranks = ", ".join(map(str, fact.missing_ranks[:MAX_NAMED]))
     ranks += " ..." if len(fact.missing_ranks) > MAX_NAMED else ""
-    many = "ranks" if len(fact.missing_ranks) != 1 else "rank"
+    is_one = len(fact.missing_ranks) == 1
     if 0 in fact.missing_ranks:
         return f"cannot begin: {fact.node_id} does not reach rank 0 on {nodes} at {fact.address}"
-    return f"cannot begin: {many} {ranks} on {nodes}{more} have not come to {fact.address} yet"
+    who, have = ("rank", "has") if is_one else ("ranks", "have")
+    return f"cannot begin: {who} {ranks} on {nodes}{more} {have} not come to {fact.address} yet"
 
 
 def _straggler(fact: run.RunStraggler) -> str:

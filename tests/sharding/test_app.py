@@ -161,7 +161,7 @@ async def test_an_unusable_source_fails_within_seconds_and_affects_no_other(
         "missing-bucket": (DataSource(source="s3://no-such-bucket-here/x", format="images"), "no bucket"),
         "missing-prefix": (DataSource(source=f"{lake}/nowhere", format="images"), "no object under"),
         "too-many-bad": (DataSource(source=f"{lake}/bad", format="images"), "2 of 8 .* max_invalid_fraction|2 of 8"),
-        "wrong-format": (DataSource(source=f"{lake}/bad", format="jsonl"), "no usable jsonl data"),
+        "wrong-format": (DataSource(source=f"{lake}/bad", format="jsonl"), "but the files are images"),
         "unknown-dataset": (DatasetRef(dataset_id="0" * 64), "no dataset 000"),
     }
     for run_id, (data, _) in cases.items():

@@ -355,7 +355,7 @@ async def test_ranks_that_wait_for_others_are_told_with_the_nodes_of_those(world
     held_up = await world.wait_for(RunHeldUp)
     assert (held_up.address, held_up.missing_ranks) == ("127.0.0.1:1", (1,))
     assert held_up.missing_nodes == (world.settings.node_id,)
-    assert "rank 1 on node" in describe(held_up)
+    assert f"rank 1 on {world.settings.node_id} has not come to" in describe(held_up)
 
 
 @pytest.mark.parametrize("argument", ["x" * 131_072, "a\0b"], ids=["too long", "NUL"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from contracts.machine_limits import MemoryUse
-from contracts.ranks import CheckpointLine, StartedLine
+from contracts.ranks import CheckpointLine, EndedLine, StartedLine
 from tests.small_disk import file_system
 from tests.trainbus.support import Warm, exact_dataset, journal, write_exact_code
 from tests.trainbus.test_checkpoint_memory import HELD_TASK, digests, spec_of, start, start_run
@@ -156,7 +156,8 @@ def test_without_room_anywhere_the_last_checkpoint_is_left(
     log = kill_one_of_two(warm, tmp_path, dataset, held_code, small_memory / "r", room)
     (line,) = said(log)
     assert line.endswith("the last checkpoint is what is left of it")
-    assert "lost contact with another rank" in log
+    (ended,) = [line for line in lines_of(tmp_path / "g1") if isinstance(line, EndedLine)]
+    assert "lost contact with another rank" in ended.error
     assert not [path for path in small_memory.rglob("*") if path.is_file()]
 
 

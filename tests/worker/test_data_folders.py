@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -172,6 +172,14 @@ async def test_a_tree_goes_when_the_cache_is_full_and_none_of_a_run_does(
         assert await lay_out(cache, folders, one, tmp_path / "one") == samples(one)
 
 
+def unpacking_processes() -> Iterator[int]:
+    """Yield the processes of this test that unpack a dataset."""
+    for child in psutil.Process(os.getpid()).children():
+        with suppress(psutil.Error):  # one of an earlier test, that has ended
+            if "services.worker.data_folders.unpack" in child.cmdline():
+                yield child.pid
+
+
 async def test_unpacking_that_is_killed_leaves_nothing_and_is_done_again(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
@@ -188,8 +196,7 @@ async def test_unpacking_that_is_killed_leaves_nothing_and_is_done_again(
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
-        children = psutil.Process(os.getpid()).children()
-        assert not [child for child in children if "services.worker.data_folders.unpack" in child.cmdline()]
+        assert not list(unpacking_processes())
         assert trees.names() == []
         assert not list(trees.folder.glob(".work/*/*/files"))
         assert await lay_out(cache, folders, stored, tmp_path / "whole") == samples(stored, 100)

@@ -82,6 +82,7 @@ def dataset_routes(
     @router.get("/datasets/{dataset}", response_model=views.DatasetDetail)
     async def get_dataset(dataset: Reference) -> views.DatasetDetail:
         """A dataset, the ingestions that it was made from, the runs that used it, and the models that they became."""
+        await projection.catch_up()  # who has just used it finds that here
         found = await find(dataset)
         return await queries.dataset_detail(projection.store, found.dataset_id, found.manifest_uri, found.row)
 

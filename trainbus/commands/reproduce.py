@@ -211,8 +211,13 @@ async def _find_different_tensors(
 
 
 async def _cancel_if_running(client: AsyncClient, run_id: str, reason: str) -> None:
-    if await read_end(client.connection, run_id) is None:
+    if await read_end(client.connection, run_id) is not None:
+        return
+    try:
         await client.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
+    except TrainbusError:
+        if await read_end(client.connection, run_id) is None:  # else it was done sooner than the request arrived
+            raise
 
 
 def _print(result: ReproductionResult, *, as_json: bool) -> None:

@@ -178,14 +178,14 @@ class StepAgreement:
             return ()
         numbers = torch.zeros(2 * self._world.size, dtype=torch.float64, device=self._world.device)
         numbers[2 * self._world.rank : 2 * self._world.rank + 2] = checksum
-        return find_drifted(_pairs(self._world.all_reduce(numbers).tolist()))
+        return find_drifted(_pairs(self._world.sum_on_host(numbers)))
 
     def agree(self, lacking: bool, stop: bool) -> tuple[bool, bool]:
         """Return whether any rank lacks its samples, and whether any must stop; every rank calls it and waits."""
         if self._world.size == 1:
             return lacking, stop
-        flags = self._world.all_reduce(torch.tensor([float(lacking), float(stop)], device=self._world.device))
-        return flags[0].item() > 0, flags[1].item() > 0
+        flags = self._world.sum_on_host(torch.tensor([float(lacking), float(stop)], device=self._world.device))
+        return flags[0] > 0, flags[1] > 0
 
     def sum_weights(self, weights: Mapping[int, float], has_empty: bool) -> tuple[float, bool]:
         """Return the sum of all leaves' weights, and whether any rank has an empty micro-batch; every rank calls it.
@@ -194,7 +194,7 @@ class StepAgreement:
         """
         places = [float(has_empty), *(weights.get(leaf, 0.0) for leaf in range(self._leaf_count))]
         numbers = torch.tensor(places, dtype=torch.float64, device=self._world.device)
-        values: list[float] = self._world.all_reduce(numbers).tolist()
+        values: list[float] = self._world.sum_on_host(numbers)
         return sum_in_order(values[1:]), values[0] > 0
 
 

@@ -174,15 +174,14 @@ def _share(world: World, holders: Mapping[int, int], opened: Mapping[int, StateP
     """Send every part to every rank: plain values first, then one tensor after the other."""
     for part, holder in holders.items():
         mine = opened.get(part)
-        box: list[Any] = [None]
+        described_part: Any = None
         if mine is not None:
             table = {
                 kind: {name: (saved.dtype, saved.shape, tensor_digest(saved.read())) for name, saved in tensors.items()}
                 for kind, tensors in mine.kinds.items()
             }
-            box = [(mine.head, table)]
-        dist.broadcast_object_list(box, src=holder, device=world.device)
-        head, table = box[0]
+            described_part = (mine.head, table)
+        head, table = world.broadcast_object(described_part, holder)
         kinds: TensorsByKind = {}
         for kind, described in table.items():
             own = {} if mine is None else mine.kinds[kind]

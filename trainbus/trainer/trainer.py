@@ -299,6 +299,8 @@ class Trainer:
             result = self.strategy.step(self.training.clip_norm)
         except LossScaleUnderflow as error:
             raise TrainingDiverged(f"step {self.progress.step + 1}: {error}") from error
+        if not self.strategy.holds_whole_state:
+            self.world.confirm_arrival()  # such an update communicates, and its norm must not pass for divergence
         if self.ema is not None and not result.skipped:
             self.ema.update()
         self.schedule.step()

@@ -113,8 +113,7 @@ def measure_split(
         if own := sums.get(name):
             row[list(own)] = torch.stack(list(own.values()))
     table[-1, list(weights)] = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
-    world.all_reduce(table)
-    *rows, weight_row = table.tolist()
+    *rows, weight_row = world.sum_on_host(table)
     total = sum_in_order(weight_row)
     return {
         name: sum_in_order(row) / (total if name in means else len(reader))

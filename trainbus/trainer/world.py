@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -27,6 +28,10 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 
 class WorldError(Exception):
     """The ranks and the devices of a node do not fit together; the text says what to change."""
+
+
+class PeerLostError(RuntimeError):
+    """Another rank is gone, and what it had to send did not arrive. Raised where gloo raises its own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +100,57 @@ class World:
             device_id=self.gpu if uses_nccl else None,
         )
 
+    def confirm_arrival(self) -> None:
+        """Wait until all that the ranks have sent each other is here: call it before anything is made of it.
+
+        It costs nothing with gloo, whose collectives raise when a peer is gone. Those of NCCL are aborted then
+        (``peers.abort_communicator``) and end as if all were well, with whatever was there as their result. So the
+        ranks add up ones behind what they sent, in the communicator's order, and the host waits for the sum: the price
+        of one small all-reduce, and of a host that runs no further ahead.
+
+        Raises:
+            PeerLostError: the communicator was aborted.
+        """
+        if self.size == 1 or dist.get_backend() != "nccl":
+            return
+        present = torch.ones(1, dtype=torch.float32, device=self.device)
+        dist.all_reduce(present)
+        if present.tolist() != [self.size]:
+            raise PeerLostError("a peer is gone: what it had to send did not arrive")
+
+    @contextmanager
+    def _confirmed(self) -> Iterator[None]:
+        """Confirm what arrives in this block, also where it is so wrong that the block fails."""
+        try:
+            yield
+        except Exception:
+            self.confirm_arrival()
+            raise
+        self.confirm_arrival()
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over the ranks, in place."""
+        """Sum ``tensor`` over the ranks, in place. Under NCCL the sum is not confirmed yet."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value of a small picklable object on every rank."""
+    def sum_on_host(self, tensor: torch.Tensor) -> Any:
+        """Return the sum of ``tensor`` over the ranks as numbers, in lists as deep as its shape.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        self.all_reduce(tensor)
+        self.confirm_arrival()
+        return tensor.tolist()
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Return the ``source`` rank's value of a small picklable object on every rank."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with self._confirmed():
+            dist.broadcast_object_list(box, src=source, device=self.device)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -122,7 +166,8 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value)
+        with self._confirmed():
+            dist.all_gather_object(box, value)
         return box
 
     def send_bytes(self, pieces: Iterable[bytes]) -> None:

@@ -25,7 +25,6 @@ from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.tree import divide_leaves
 from trainbus.trainer.optimizer_state import OptimizerState
-from trainbus.trainer.peers import UpdateConfirmation
 from trainbus.trainer.readable_tensor import ReadableTensor
 from trainbus.trainer.training_state import State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
@@ -62,8 +61,6 @@ class Strategy(ABC):
         self.leaves = divide_leaves(self.leaf_count, world.size)[world.rank]
         self._leaf_weight = 0.0
         self._loss: nn.Module = LossModule(task, self.model, training.precision, world.device)
-        #: Strategies wait for it in each step, before they update weights, buffers or the loss scale.
-        self._confirmation = UpdateConfirmation(world)
         self._scale = LossScale(training.precision == "fp16")
 
     # --- a step ---------------------------------------------------------------------------------
@@ -122,8 +119,13 @@ class Strategy(ABC):
     def sync_buffers(self) -> None:
         """Make buffers (BatchNorm statistics) the same on every rank, so that what is measured is what is saved."""
         if self._world.size > 1:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, src=0)
+            # A copy each: what does not arrive whole must not get into a state that survivors save.
+            sent = [buffer.clone() for buffer in self.model.buffers()]
+            for copy in sent:
+                dist.broadcast(copy, src=0)
+            self._world.confirm_arrival()
+            for buffer, copy in zip(self.model.buffers(), sent, strict=True):
+                buffer.copy_(copy)
 
     # --- state ----------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class DDPStrategy(Strategy):
         return self._copies_of(packing.pack(self.optimizer, self.model))
 
     def step(self, clip_norm: float | None) -> StepResult:
-        self._confirmation.wait()
+        self._world.confirm_arrival()
         if self._ddp is not None and not self._finds_unused:
             self._check_used()
         if self._scale.enabled:

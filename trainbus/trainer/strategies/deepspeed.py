@@ -117,9 +117,8 @@ class DeepSpeedStrategy(Strategy):
         if not has_empty or not self._stage:
             return
         holder = self._world.all_gather_objects(counted is not None).index(True)
-        box = [counted if self._world.rank == holder else None]
-        dist.broadcast_object_list(box, src=holder, device=self._world.device)
-        self._stand_in = to_device(box[0], lambda tensor: tensor.to(self._world.device))
+        sent = self._world.broadcast_object(counted if self._world.rank == holder else None, holder)
+        self._stand_in = to_device(sent, lambda tensor: tensor.to(self._world.device))
 
     @contextmanager
     def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
@@ -152,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine.backward(loss)
 
     def step(self, clip_norm: float | None) -> StepResult:
-        self._confirmation.wait()
+        self._world.confirm_arrival()
         norm: Any = self._step_sharded() if self._stage else self._step_whole(clip_norm)
         norm = torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach()
         return StepResult(norm, skipped=self._scale.enabled and not bool(torch.isfinite(norm)))

@@ -61,7 +61,7 @@ class ExactDDPStrategy(Strategy):
     def step(self, clip_norm: float | None) -> StepResult:
         self._tree.finish_step()
         self._buffers.step_done()
-        self._confirmation.wait()
+        self._world.confirm_arrival()
         unscale = 1.0 / self._scale.scale
         norm = self._norm()
         taken = self._scale.accept(norm)

@@ -119,7 +119,7 @@ class FSDP2Strategy(Strategy):
     def step(self, clip_norm: float | None) -> StepResult:
         self._backward.finish()
         self._buffers.step_done()
-        self._confirmation.wait()
+        self._world.confirm_arrival()
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _like(parameter, gradient)

@@ -335,11 +335,14 @@ async def _follow_facts(demo: Demo, client: AsyncClient, start: int, changed: as
 async def _update_board(demo: Demo, client: AsyncClient, batch: list[StoredEvent]) -> None:
     """Read again what facts are about."""
     facts = [message.event for message in batch]
-    for run_id in dict.fromkeys(fact.run_id for fact in facts if isinstance(fact, run.RunFact)):
+    has_model_facts = any(isinstance(fact, model.ModelFact) for fact in facts)
+    # A promotion changes what is said of the run that was champion before.
+    about = [*(demo.screen.runs if has_model_facts else ()), *(f.run_id for f in facts if isinstance(f, run.RunFact))]
+    for run_id in dict.fromkeys(about):
         demo.board.runs[run_id] = await read_run(client.connection, run_id)
     if any(isinstance(fact, run.RunFact | node.NodeFact) for fact in facts):
         await _read_nodes(demo, client)
-    if any(isinstance(fact, model.ModelFact) for fact in facts):
+    if has_model_facts:
         await _read_models(demo, client)
 
 

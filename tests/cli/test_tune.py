@@ -140,3 +140,12 @@ def test_what_is_checked_and_found_is_printed(project: Path, tmp_path: Path, mon
     assert checking.startswith("checking task:Digits before the upload")
     assert (note, unchecked) == ("note: lr is not used", "not all was checked before the upload: torch is not here")
     assert "2 files" in result.stdout
+
+
+def test_a_script_that_gets_no_parameter_is_told_how_it_could(project: Path) -> None:
+    command = "python train.py"
+    blind = tune(project, "--command", command, *SPACE)
+    assert "nothing in the project reads lr: name it in the command (--lr {lr})" in blind.stderr
+    assert "reads" not in tune(project, "--command", f"{command} --lr {{lr}}", *SPACE).stderr
+    (project / "train.py").write_text("import os\nprint(os.environ['TRAINBUS_PARAMS'])\n")
+    assert "reads" not in tune(project, "--command", command, *SPACE).stderr

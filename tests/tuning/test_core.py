@@ -279,6 +279,23 @@ def test_the_best_parameters_become_a_request_with_the_model_that_the_trials_lef
     assert (best.model, best.params, best.training.global_batch) == ("digits", {"lr": 0.1}, 128)
 
 
+def test_a_command_gets_the_values_where_it_names_them() -> None:
+    command = ["sh", "-c", "python fit.py --lr {lr} --epochs {epochs} {other}"]
+    study = study_of(run={"name": "run", "command": command}, space={"lr": [0.1]})
+    decide_all(study)
+    of_trial = trial_request(study, study.trials[0]).request
+    assert of_trial.command == ["sh", "-c", "python fit.py --lr 0.1 --epochs 8 {other}"]
+    assert best_request(study, study.trials[0]).command == of_trial.command
+
+
+def test_a_run_without_metrics_is_told_how_to_report() -> None:
+    study = study_of()
+    decide_all(study)
+    ended = end_run(study, study.trials[0], RunCompleted(run_id="r1", generation=1, metrics={}), None)
+    assert isinstance(ended, TrialEnded)
+    assert "trainbus.report()" in ended.reason
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "text"),
     [
@@ -292,6 +309,17 @@ def test_the_best_parameters_become_a_request_with_the_model_that_the_trials_lef
         ({"first": [{"lr": 5}]}, "first.0.lr", "outside"),
         ({"space": {"training.epochs": "1..5"}}, "space.training.epochs", "the run has no training"),
         ({"run": {"name": "run"}}, "run", "give exactly one of 'task'"),
+        (
+            {
+                "run": {"name": "run", "command": ["python", "fit.py", "--momentum={momentum}"]},
+                "space": {
+                    "sgd": [True, False],
+                    "momentum": {"type": "choice", "choices": [0.9], "when": {"sgd": [True]}},
+                },
+            },
+            "run.command",
+            "not every trial has",
+        ),
     ],
 )
 def test_an_impossible_study_is_rejected_with_what_to_change(changes: dict[str, Any], field: str, text: str) -> None:

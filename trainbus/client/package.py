@@ -10,9 +10,10 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ class CodePackage:
         """Return the ``code`` of a request that runs this package, which is stored at ``uri``."""
         found = {"uri": uri, "sha256": self.sha256, "git_commit": self.git_commit, "git_dirty": self.git_dirty}
         return {name: value for name, value in found.items() if value is not None}
+
+    def mentions(self, words: Sequence[str]) -> bool:
+        """Whether one of the words stands in a file, in capital letters or not."""
+        pattern = re.compile("|".join(map(re.escape, words)).encode(), re.IGNORECASE)
+        with tarfile.open(fileobj=io.BytesIO(self.body)) as archive:
+            files = (archive.extractfile(each) for each in archive)
+            return any(file is not None and pattern.search(file.read()) for file in files)
 
 
 def pack_project(folder: Path) -> CodePackage:

@@ -16,7 +16,7 @@ from contracts.events.train import StopStudyRequested, TrainRequested, TuneReque
 from contracts.spec.study import Parameter
 from contracts.state.study import Studies, Study, Trial
 from services.tuning.core.admission import example_value
-from services.tuning.core.decide import TRAINING, best_request
+from services.tuning.core.decide import PLACEHOLDER, TRAINING, best_request
 from trainbus.client.checkpoints import find_checkpoint
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError, invalid_request
@@ -28,6 +28,9 @@ from trainbus.client.submit_options import SubmitOptions
 
 if TYPE_CHECKING:
     from trainbus.client.client import AsyncClient
+
+#: One of them stands in every project whose script reads its parameters from us.
+READERS_OF_PARAMS = ("TRAINBUS_PARAMS", "import trainbus", "from trainbus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,23 @@ async def submit_study(
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
     published = await client.connection.publish_request(request, options.get("event_id"))
     assert published.study_id is not None
-    found = outcome.unchecked, outcome.notes
+    found = outcome.unchecked, (*outcome.notes, *_describe_unread(request, package))
     return SubmittedStudy(published.study_id, request.name or "", published.event_id, request, package, *found)
+
+
+def _describe_unread(request: TuneRequested, package: CodePackage | None) -> list[str]:
+    """Return what is wrong with a script that gets none of the parameters: all its trials are the same."""
+    command = request.run.command if request.run is not None else None
+    if command is None or package is None or package.mentions(READERS_OF_PARAMS):
+        return []
+    named = {name for each in command for name in PLACEHOLDER.findall(each)}
+    unread = [name for name in request.space or {} if name not in named]
+    if not unread:
+        return []
+    return [
+        f"nothing in the project reads {', '.join(unread)}: name it in the command (--{unread[0]} {{{unread[0]}}}), or "
+        "read trainbus.params() in the script"
+    ]
 
 
 def _example_run(run: TrainRequested, request: TuneRequested) -> TrainRequested:

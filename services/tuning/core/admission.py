@@ -13,7 +13,7 @@ from contracts.metric_names import find_unknown_metric
 from contracts.problems import FieldProblem, describe_problems
 from contracts.spec.study import Parameter, StudyFields, StudySpec
 from contracts.state.study import Study
-from services.tuning.core.decide import overlay_params
+from services.tuning.core.decide import PLACEHOLDER, overlay_params
 
 #: Trials of earlier studies that a study knows; the newest ones.
 MAX_KNOWN_TRIALS = 1000
@@ -170,7 +170,15 @@ def _run_problems(spec: StudyFields) -> list[FieldProblem]:
             FieldProblem(field=".".join(filter(None, ("run", each.field))), message=each.message)
             for each in describe_problems(error, body)
         ]
-    return []
+    named = {name for each in body.get("command") or () for name in PLACEHOLDER.findall(each)}
+    return [
+        FieldProblem(
+            field="run.command",
+            message=f"it names {{{name}}}, which not every trial has: let the script read it with trainbus.params()",
+        )
+        for name, parameter in spec.space.items()
+        if name in named and parameter.when
+    ]
 
 
 def example_value(parameter: Parameter) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from contracts.base import run_id_for
@@ -33,6 +35,9 @@ TRAINING = "training."
 VALIDATION = "validation/"
 STUDY_TAG, TRIAL_TAG = "trainbus.study", "trainbus.trial"
 MAX_NAME_CHARS = 200
+NO_METRICS = "it reported nothing. A script calls trainbus.report(), or --metric-pattern finds its lines"
+#: Where a command wants the value of a parameter.
+PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 Decision = TrialFact | StudyCompleted
 
@@ -235,7 +240,8 @@ def end_without_objectives(study: Study, trial: Trial, metrics: Mapping[str, flo
 
 
 def _end_without(missing: tuple[str, ...], study: Study, trial: Trial, metrics: Mapping[str, float]) -> TrialEnded:
-    reason = f"the run reported no {', '.join(missing)}: {suggest_metric(missing[0], metrics)}"
+    known = suggest_metric(missing[0], metrics) if metrics else NO_METRICS
+    reason = f"the run reported no {', '.join(missing)}: {known}"
     return TrialEnded(
         study_id=study.study_id,
         trial=trial.number,
@@ -289,6 +295,18 @@ def overlay_params(spec: StudyFields, params: Mapping[str, Any], seed: int | Non
     return body
 
 
+def fill_command(body: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Put the values of a request's ``params`` where its command names them, as in ``--lr {lr}``; other braces stay.
+
+    So a script that parses arguments is searched as it is. ``defaults`` are values of what is no parameter.
+    """
+    values = {**defaults, **(body.get("params") or {})}
+    if body.get("command"):
+        body["command"] = [
+            PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), each) for each in body["command"]
+        ]
+
+
 def trial_request(study: Study, trial: Trial) -> TrialRequest:
     """Return the request for the present run of a trial. It competes for no model: the study's best one may."""
     spec, leg = study.spec, len(trial.run_ids) - 1
@@ -306,6 +324,7 @@ def trial_request(study: Study, trial: Trial) -> TrialRequest:
             body["params"][spec.epochs_param] = trial.until_epoch
         elif body.get("training"):
             body["training"]["epochs"] = trial.until_epoch
+    fill_command(body)
     if leg > 0:
         body |= {"resume_from": trial.checkpoint_uri, "init_from": None, "init_exclude": ()}
         if trial.dataset_id is not None:
@@ -316,5 +335,6 @@ def trial_request(study: Study, trial: Trial) -> TrialRequest:
 
 def best_request(study: Study, trial: Trial) -> TrainRequested:
     """Return the study's request with a trial's parameters, as one would submit it by hand."""
-    body = overlay_params(study.spec, trial.params)
+    spec, body = study.spec, overlay_params(study.spec, trial.params)
+    fill_command(body, {} if spec.epochs_param is None else {spec.epochs_param: spec.trial_epochs})
     return TrainRequested.model_validate(body | {"name": f"{study.spec.name} best"[:MAX_NAME_CHARS]})

@@ -13,7 +13,7 @@ from contracts.ranks import MetricsLine, json_line
 from services.kit.bus import TransientError
 from services.worker.core.journal import JournalSource
 from services.worker.core.metric_patterns import compile_patterns
-from services.worker.ranks.journal_follower import JournalFollower
+from services.worker.ranks.journal_follower import BAR_INTERVAL_S, JournalFollower
 from tests.manual_clock import ManualClock
 
 
@@ -141,3 +141,36 @@ async def test_the_next_attempt_counts_the_matches_on(tmp_path: Path) -> None:
     await resumed.poll()
     [fact] = [each for each in bus.distinct() if isinstance(each, RunProgress)]
     assert (fact.step, resumed.state.ranks[0].matches_end) == (8, {"loss": 8})
+
+
+async def test_a_progress_bar_is_seen_before_its_end(tmp_path: Path) -> None:
+    """What the clock reads of it enters the log. It is no metric of a count: a faster machine would count others."""
+    bus, clock = Bus(), ManualClock()
+    patterns = compile_patterns({"loss": r"loss=([0-9.]+)", "error": r"(?P<step>\d+)/3 error=(?P<value>[0-9.]+)"})
+
+    def now() -> float:
+        return clock.now().timestamp()
+
+    reader = JournalFollower(
+        JournalSource("r1", 1, "n1"), (0,), tmp_path, bus.publish, now, interval_s=0.01, patterns=patterns
+    )
+
+    async def write_state(text: str) -> None:
+        with (tmp_path / "rank_0.log").open("ab") as output:
+            output.write(text.encode())
+        await reader.poll()
+
+    await write_state("begin\n\r1/3 error=0.9 loss=3")
+    await write_state("\r2/3 error=0.8 loss=2")
+    clock.advance(BAR_INTERVAL_S)
+    await write_state("")
+    await write_state("\r3/3 error=0.7 loss=1")
+    await write_state("\n")
+    lines = [line for fact in bus.distinct() if isinstance(fact, RunLog) for line in fact.lines]
+    assert lines == ["begin", "1/3 error=0.9 loss=3", "3/3 error=0.7 loss=1"]
+    points = [point for fact in bus.distinct() if isinstance(fact, RunProgress) for point in fact.points]
+    assert [(point.step, point.values) for point in points] == [
+        (1, {"error": 0.9}),
+        (1, {"loss": 1.0}),
+        (3, {"error": 0.7}),
+    ]

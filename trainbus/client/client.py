@@ -298,6 +298,7 @@ class AsyncClient:
             parent_run_id=run_id,
             step=stored.step,
             epoch=stored.commit.checkpoint.epoch,
+            point=stored.commit.checkpoint.point,
             note=resumption.describe_changes(view.spec, request, stored),
             answer=answer,
             warning=resumption.describe_unseen_changes(view.spec, request, has_ended_well=has_ended_well),

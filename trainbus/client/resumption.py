@@ -23,6 +23,8 @@ class ResumedRun:
     parent_run_id: str
     step: int
     epoch: int
+    #: What the checkpoint is of, for people: a step, or a version of an output folder.
+    point: str
     #: What differs from the parent, and what that means for its exactness.
     note: str
     #: The scheduler's answer; None if it has not come yet.

@@ -86,7 +86,7 @@ async def _trace_checkpoint(
         yield TraceLink("checkpoint", version.checkpoint_uri, False, str(error))
         return
     recorded = commit.manifest_sha256
-    detail = f"step {commit.checkpoint.step}, manifest {loaded.manifest_sha256[:16]}"
+    detail = f"{commit.checkpoint.point}, manifest {loaded.manifest_sha256[:16]}"
     yield TraceLink("checkpoint", version.checkpoint_uri, None if recorded is None else True, detail)
     yield await _trace_weights(connection, stored, len(loaded.files), advance)
 

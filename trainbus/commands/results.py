@@ -56,7 +56,7 @@ async def fetch(
     if commit is not None:
         mark = f"{fetched.mark} checkpoint" if fetched.mark else "checkpoint"
         metrics = f" ({render.numbers(commit.metrics)})" if commit.metrics else ""
-        what = f"{mark}, step {commit.checkpoint.step}{metrics}"
+        what = f"{mark}, {commit.checkpoint.point}{metrics}"
     size = render.size(fetched.size_bytes)
     render.console().print(f"{fetched.run_id}: {what}", soft_wrap=True)
     files = plural(len(fetched.paths), "file")
@@ -75,6 +75,7 @@ async def resume(
     ] = None,
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of every rank to change; repeatable.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="key=value to change; repeatable.")] = None,
+    new_name: Annotated[str | None, typer.Option("--name", help="Name of the new run.")] = None,
     as_json: Json = False,
 ) -> None:
     """Go on from a run's checkpoint in a new run: for longer, or with other settings."""
@@ -86,13 +87,14 @@ async def resume(
         params=dict(map(parse_param, param or ())),
         env=dict(parse_pair("--env", text) for text in env or ()),
         command=new_command,
+        name=new_name,
     )
     if resumed.warning:
         print(f"warning: {resumed.warning}", file=sys.stderr)
     if as_json:
         print(render.as_json(resumed))
     else:
-        print(f"{resumed.run_id}  {resumed.name}: from step {resumed.step} of {resumed.parent_run_id}")
+        print(f"{resumed.run_id}  {resumed.name}: from {resumed.point} of {resumed.parent_run_id}")
         print(f"{resumed.note}")
         print(f"{resumed.answer or 'requested; the scheduler has not answered yet'}")
     if resumed.answer and resumed.answer.startswith("rejected"):

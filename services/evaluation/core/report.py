@@ -197,7 +197,7 @@ def _state(committed: CheckpointCommitted | None) -> list[tuple[str, str]]:
         "exact": "exact: the same to the bit on any number of processes",
         "samples-exact": "samples-exact: each sample as often as it should be, the last bits not reproducible",
     }[committed.exactness]
-    found = [("Checkpoint", f"step {committed.checkpoint.step}"), ("Exactness", exactness)]
+    found = [("Checkpoint", committed.checkpoint.point), ("Exactness", exactness)]
     return [*found, ("State digest", committed.state_digest)] if committed.state_digest else found
 
 

@@ -216,7 +216,7 @@ def progress_events(
 def log_lines(content: bytes) -> list[str]:
     """Return output as lines to show: the last state of progress bars, long lines cut off."""
     text = content.decode("utf-8", errors="replace")
-    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     if lines and not lines[-1]:
         lines.pop()
     return [line if len(line) <= LINE_MAX_CHARS else line[:LINE_MAX_CHARS] + " […]" for line in lines]

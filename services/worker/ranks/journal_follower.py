@@ -34,6 +34,8 @@ CHUNK_BYTES = 128 * 1024
 LOG_BACKLOG_BYTES = 8 * 2**20
 LOG_RESUME_BYTES = 2**18
 TAIL_BYTES = 64 * 1024
+#: How often the state of a progress bar is read that has not come to its end.
+BAR_INTERVAL_S = 5.0
 #: Where the state of a started rank came from, and what decides the last bits of arithmetic.
 ORIGIN_FIELDS = {"resumed_from", "environment", "environment_digest", "exactness"}
 
@@ -212,20 +214,38 @@ class JournalFollower:
 
     def _read_log(self, rank: int, at_end: bool) -> bool:
         state = self.state.ranks[rank]
-        content = self._read(f"rank_{rank}.log", state.log_end, at_end)
+        content = self._read(f"rank_{rank}.log", state.log_end, at_end) or self._read_bar(rank)
         if not content:
             return False
         state.log_end += len(content)
         state.log_time = self._now()
-        for _, name, _ in match_patterns(self._patterns_of(rank), journal.log_lines(content), state.matches_end):
+        for _, name, _ in match_patterns(
+            self._patterns_of(rank, content), journal.log_lines(content), state.matches_end
+        ):
             self.state.pattern_ranks.setdefault(name, rank)
         self.news.set()
         return True
 
-    def _patterns_of(self, rank: int) -> dict[str, Pattern]:
-        """Return the metric patterns that no other rank's output has matched before."""
-        ranks = self.state.pattern_ranks
-        return {name: pattern for name, pattern in self._patterns.items() if ranks.get(name, rank) == rank}
+    def _read_bar(self, rank: int) -> bytes:
+        """Return the states of a progress bar so far, now and then: what draws one is seen to go on."""
+        state = self.state.ranks[rank]
+        if self._now() < state.log_time + BAR_INTERVAL_S:
+            return b""
+        content = self._read(f"rank_{rank}.log", state.log_end, at_end=True)
+        # The last one may be half written, and a return may belong to a new line.
+        return content[: content.rfind(b"\r", 0, -1) + 1]
+
+    def _patterns_of(self, rank: int, content: bytes = b"") -> dict[str, Pattern]:
+        """Return the metric patterns for output: those that no other rank's has matched before.
+
+        How many states of a bar are read depends on the clock, so they count only where they name their step.
+        """
+        ranks, is_bar = self.state.pattern_ranks, content.endswith(b"\r")
+        return {
+            name: pattern
+            for name, pattern in self._patterns.items()
+            if ranks.get(name, rank) == rank and not (is_bar and "step" not in pattern.groupindex)
+        }
 
     def _read(self, name: str, offset: int, at_end: bool) -> bytes:
         try:
@@ -293,7 +313,7 @@ class JournalFollower:
         content = self._read_between(f"rank_{rank}.log", state.log_start, state.log_end)
         for event in journal.log_events(self._source, rank, content, state.log_start):
             await self._publish(event)
-        if patterns := self._patterns_of(rank):
+        if patterns := self._patterns_of(rank, content):
             matches = list(match_patterns(patterns, journal.log_lines(content), state.matches_start))
             points = journal.pattern_event(
                 self._source, rank, state.log_start, state.log_time, matches, state.step or 0

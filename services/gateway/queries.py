@@ -288,9 +288,10 @@ async def check_node(store: Store, node_id: str) -> None:
     raise NotFound(f"there is no node {node_id!r}; there is: {named or 'none'}")
 
 
-async def _held_members(store: Store) -> list[tuple[Row, dict[str, Any]]]:
-    """Return each run with a part of its placement whose slots it has not released."""
-    holders = sa.select(RUNS.c.run_id, RUNS.c.name, RUNS.c.members).where(RUNS.c.state.in_(HOLDING_STATES))
+async def _held_members(store: Store, *conditions: sa.ColumnElement[bool]) -> list[tuple[Row, dict[str, Any]]]:
+    """Return each run that meets the conditions with a part of its placement whose slots it has not released."""
+    columns = (RUNS.c.run_id, RUNS.c.name, RUNS.c.study, RUNS.c.members)
+    holders = sa.select(*columns).where(RUNS.c.state.in_(HOLDING_STATES), *conditions)
     return [(run, part) for run in await store.fetch(holders) for part in run["members"] if not part["released"]]
 
 
@@ -347,7 +348,17 @@ async def list_studies(store: Store, wanted: RunFilter, *, limit: int, cursor: s
     """The newest studies that have a run that is meant, without their trials."""
     query = studies_query(wanted, NEWEST_STUDIES.conditions(cursor))
     rows, next_cursor = NEWEST_STUDIES.cut(await store.fetch(query.limit(limit + 1)), limit)
-    return views.Studies(studies=[_summarize_study(row) for row in rows], next_cursor=next_cursor)
+    slots = await _count_study_slots(store, [row["study_id"] for row in rows])
+    studies = [_summarize_study(row, slots[row["study_id"]]) for row in rows]
+    return views.Studies(studies=studies, next_cursor=next_cursor)
+
+
+async def _count_study_slots(store: Store, study_ids: Sequence[str]) -> Counter[str]:
+    """Return how many slots the runs of each of these studies hold."""
+    slots: Counter[str] = Counter()
+    for run, part in await _held_members(store, RUNS.c.study.in_(study_ids)):
+        slots[run["study"]] += len(part["slots"])
+    return slots
 
 
 def studies_query(wanted: RunFilter, later: list[sa.ColumnElement[bool]]) -> sa.Select[Any]:
@@ -355,10 +366,15 @@ def studies_query(wanted: RunFilter, later: list[sa.ColumnElement[bool]]) -> sa.
     return sa.select(STUDIES).where(*wanted.study_conditions(), *later).order_by(*NEWEST_STUDIES.clauses())
 
 
-def _summarize_study(row: Row) -> views.StudyView:
+def _summarize_study(row: Row, allocated_slots: int) -> views.StudyView:
     counts = Counter((row["trial_states"] or {}).values())
     return views.StudyView.model_validate(
-        {**row, "planned_trials": row["planned_trials"] or 0, "trials_by_state": dict(sorted(counts.items()))}
+        {
+            **row,
+            "planned_trials": row["planned_trials"] or 0,
+            "trials_by_state": dict(sorted(counts.items())),
+            "allocated_slots": allocated_slots,
+        }
     )
 
 

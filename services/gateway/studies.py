@@ -11,7 +11,7 @@ from fastapi import APIRouter, HTTPException, Path
 from contracts import subjects
 from contracts.base import TOKEN_PATTERN
 from contracts.events.study import StudyRejected
-from contracts.state.study import Studies, Study
+from contracts.state.study import Studies, Study, Trial
 from services.gateway import queries, views
 from services.gateway.parameters import Limit
 from services.gateway.projection import Projection
@@ -22,17 +22,18 @@ from services.kit.bus import Bus
 def study_view(study: Study) -> views.StudyView:
     """Return a study as clients see it. Pure."""
     only = study.spec.objectives[0] if len(study.spec.objectives) == 1 else None
+    winner = _find_best(study, only.mode) if only else None
     return views.StudyView(
         study_id=study.study_id,
         name=study.spec.name,
         state=study.state,
         reason=study.reason,
-        best=list(study.best),
+        best=list(study.best) or ([winner.number] if winner else []),
         planned_trials=study.spec.trials,
         trials_by_state=dict(sorted(Counter(trial.state for trial in study.search_trials).items())),
         objective=only and only.metric,
         mode=only and only.mode,
-        best_value=_best_value(study, only.mode) if only else None,
+        best_value=winner.values[0] if winner else None,
         trials=[
             views.TrialView(
                 trial=trial.number,
@@ -51,12 +52,12 @@ def study_view(study: Study) -> views.StudyView:
     )
 
 
-def _best_value(study: Study, mode: str) -> float | None:
-    """Return the best value of the trials that have completed and break no constraint."""
+def _find_best(study: Study, mode: str) -> Trial | None:
+    """Return the best of the trials that have completed and break no constraint."""
     completed = [trial for trial in study.search_trials if trial.state == "completed" and trial.values]
-    values = [trial.values[0] for trial in completed if not any(each > 0 for each in trial.violations)]
-    finite = filter(math.isfinite, values)
-    return min(finite, default=None) if mode == "min" else max(finite, default=None)
+    counted = [trial for trial in completed if not any(each > 0 for each in trial.violations)]
+    finite = [trial for trial in counted if math.isfinite(trial.values[0])]
+    return (min if mode == "min" else max)(finite, key=lambda trial: trial.values[0], default=None)
 
 
 async def read_study(bus: Bus, study_id: str) -> views.StudyView:

@@ -143,7 +143,7 @@ class StudyView(View):
     name: str
     state: str
     reason: str = ""
-    #: Numbers of the best trials.
+    #: Numbers of the best trials so far.
     best: list[int] = Field(default_factory=list)
     #: When it was requested; None where a single study is shown.
     requested_at: Time | None = None
@@ -154,6 +154,8 @@ class StudyView(View):
     objective: str | None = None
     mode: str | None = None
     best_value: float | None = None
+    #: Slots that its runs hold now; 0 where a single study is shown.
+    allocated_slots: int = 0
     trials: list[TrialView] = Field(default_factory=list)
 
 

@@ -488,6 +488,8 @@ async def test_the_trials_of_a_study_fold_into_one_row(gateway: Running, bus: Bu
     (study,) = (await gateway.get("/hpo/studies"))["studies"]
     assert study["trials_by_state"] == {"completed": 2, "failed": 1, "pruned": 1, "running": 1}
     assert [study[name] for name in ("planned_trials", "objective", "mode", "best_value")] == [9, "loss", "min", 0.25]
+    assert (study["best"], study["allocated_slots"]) == ([1], 0)
+    assert (await gateway.get("/hpo/studies/s1"))["best"] == [1]
     for reference in ("s1", "sweep", "sw*"):
         page = await gateway.get("/training-runs", params={"study": reference, "state": "queued,accepted"})
         assert [run["run_id"] for run in page["runs"]] == ["rt4", "rt3", "rt2", "rt1", "rt0"]
@@ -495,6 +497,9 @@ async def test_the_trials_of_a_study_fold_into_one_row(gateway: Running, bus: Bu
     expected = {"state=queued&user=ada": 1, "state=running": 0, "user=bob": 0, "study=sweep": 1, "study=other": 0}
     for query, count in expected.items():
         assert len((await gateway.get(f"/hpo/studies?{query}"))["studies"]) == count, query
+    await publish(bus, placed(1, "n1", run_id="rt4"))
+    (study,) = (await gateway.get("/hpo/studies"))["studies"]
+    assert study["allocated_slots"] == sum(len(part.slots) for part in placed(1, "n1").members)
 
 
 async def test_a_cursor_that_was_not_given_out_is_refused(gateway: Running) -> None:

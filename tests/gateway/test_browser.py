@@ -23,7 +23,9 @@ from contracts.events.run import (
     RunRejected,
     RunStarted,
 )
+from contracts.events.study import StudyAccepted, TrialEnded, TrialSuggested
 from contracts.problems import FieldProblem
+from contracts.spec.study import StudySpec
 from contracts.spec.training import Evaluation, EvaluationTarget, Retention
 from services.kit.bus import Bus
 from tests.gateway.conftest import RUN, SPEC, Running, life, placed, progress, ref
@@ -88,6 +90,34 @@ FACTS: list[Any] = [
     progress(1, range(1, 11), run_id="rother"),
     *(RunRejected(run_id=f"rbad{i}", name="typo", reason="invalid", problems=(REJECTION,)) for i in range(5)),
 ]
+
+
+STUDY = StudySpec.model_validate(
+    {
+        "name": "sweep",
+        "run": {"name": "sweep", "command": ["true"]},
+        "space": {"lr": [0.1, 0.2]},
+        "objectives": [{"metric": "validation/loss", "mode": "min"}],
+        "trials": 60,
+    }
+)
+
+
+async def publish_study(gateway: Running, bus: Bus) -> None:
+    """Publish a study with 60 trials: all but the last six have ended, the last holds two slots, and #9 is the best."""
+    await bus.publish(StudyAccepted(study_id="s1", spec=STUDY, request_id="s1", request_source="test"))
+    for number in range(60):
+        run_id, spec = f"rtrial{number}", SPEC.model_copy(update={"name": f"sweep #{number}", "study": "s1"})
+        await bus.publish(TrialSuggested(study_id="s1", trial=number, run_id=run_id, params={"lr": 0.1}))
+        await bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+        if number < 54:
+            loss = 0.25 if number == 9 else 0.5
+            await bus.publish(
+                TrialEnded(study_id="s1", trial=number, run_id=run_id, outcome="completed", values=(loss,), metrics={})
+            )
+    await bus.publish(RunQueued(run_id="rtrial59", next_generation=1))
+    await bus.publish(placed(1, "n2", run_id="rtrial59"))
+    await gateway.client.get("/training-runs/none")
 
 
 @asynccontextmanager
@@ -158,6 +188,45 @@ async def test_the_list_has_what_people_asked_for(gateway: Running, bus: Bus) ->
         assert "q=other" in page.url
 
 
+async def test_a_study_is_one_row_that_opens_its_trials(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    await publish_study(gateway, bus)
+    async with open_page(gateway, WIDE) as page:
+        await page.goto(address(gateway))
+        row = page.locator("tr[data-study]")
+        await row.wait_for()
+        assert await listed_names(page) == ["sweep", "other", "digits"]
+        text = " ".join((await row.inner_text()).split())
+        for part in ("running", "54 / 60 trials", "54 completed, 6 running", "0.25 trial 9", "validation/loss"):
+            assert part in text, (part, text)
+        assert await row.locator(".slots i.got").count() == 2
+        await row.locator(".name a").click()
+        study = page.locator("#study")
+        await study.get_by_text("54 completed, 6 running").wait_for()
+        await playwright.expect(page.locator("#runs .name")).to_have_count(50)
+        assert (await listed_names(page))[:2] == ["sweep #59", "sweep #58"]
+        await page.get_by_text("older 50").click()
+        await playwright.expect(page.locator("#runs .name")).to_have_count(10)
+        assert (await listed_names(page))[-1] == "sweep #0"
+        await page.get_by_text("newer 50").click()
+        await playwright.expect(page.locator("#runs .name")).to_have_count(50)
+        await study.get_by_text("trial 9").click()
+        await page.locator("#detail h2", has_text="sweep #9").wait_for()
+        await study.get_by_text("all runs").click()
+        await row.wait_for()
+        await page.go_back()
+        await study.get_by_text("54 completed, 6 running").wait_for()
+
+
+async def test_a_study_without_trials_is_listed(gateway: Running, bus: Bus) -> None:
+    await bus.publish(StudyAccepted(study_id="s1", spec=STUDY, request_id="s1", request_source="test"))
+    async with open_page(gateway, WIDE) as page:
+        await page.goto(address(gateway))
+        await page.locator("tr[data-study] .name a").click()
+        await page.locator("#study", has_text="0 / 60 trials").wait_for()
+        await page.get_by_text("No run matches.").wait_for()
+
+
 async def test_the_views_of_a_run(gateway: Running, bus: Bus) -> None:
     await publish_facts(gateway, bus)
     async with open_page(gateway, WIDE) as page:
@@ -196,8 +265,10 @@ async def test_runs_are_compared(gateway: Running, bus: Bus) -> None:
 
 async def test_a_phone_shows_all_of_it(gateway: Running, bus: Bus) -> None:
     await publish_facts(gateway, bus)
+    await publish_study(gateway, bus)
     places = {
-        "": "#runs .name",
+        "": "tr[data-study] .name",
+        "?study=s1": "#study a",
         f"#{RUN}": "#timeline li",
         f"#{RUN}/parameters": "#body td",
         f"#{RUN}/files": "#body td.best",

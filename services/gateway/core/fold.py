@@ -523,19 +523,20 @@ def _merge_trial(study: Study, fact: TrialFact) -> Study:
         return study
     if isinstance(fact, TrialEnded):
         states = {**study.trial_states, number: fact.outcome}
-        return replace(study, trial_states=states, best_value=_choose_best(study, fact))
+        merged = replace(study, trial_states=states)
+        return replace(merged, best=[fact.trial], best_value=fact.values[0]) if _is_better(study, fact) else merged
     if (state := TRIAL_STATES.get(fact.fact)) is None:
         return study
     return replace(study, trial_states={**study.trial_states, number: state})
 
 
-def _choose_best(study: Study, fact: TrialEnded) -> float | None:
-    """Return the best value with that of a trial that has ended; one that breaks a constraint is never the best."""
+def _is_better(study: Study, fact: TrialEnded) -> bool:
+    """Return whether a trial that has ended is better than all before it; one that breaks a constraint never is."""
     is_counted = fact.outcome == "completed" and not any(each > 0 for each in fact.violations)
     if study.mode is None or not is_counted or not fact.values or not math.isfinite(fact.values[0]):
-        return study.best_value
-    known = [fact.values[0], *([] if study.best_value is None else [study.best_value])]
-    return min(known) if study.mode == "min" else max(known)
+        return False
+    best = study.best_value
+    return best is None or (fact.values[0] < best if study.mode == "min" else fact.values[0] > best)
 
 
 def fold_model(model: RegisteredModel, fact: ModelFact | RunPromotionPending) -> RegisteredModel:

@@ -167,7 +167,7 @@ class Study:
     state: str
     requested_at: float
     reason: str = ""
-    #: Numbers of the best trials.
+    #: Numbers of the best trials so far.
     best: list[int] = field(default_factory=list)
     #: How many trials it has in the end; 0: not known.
     planned_trials: int = 0

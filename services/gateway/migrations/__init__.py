@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 #: The newest revision.
-HEAD = "0014"
+HEAD = "0015"
 #: Holds the revision of the tables. MLflow, which may have the same database, calls its own ``alembic_version``.
 VERSION_TABLE = "read_model_revision"
 

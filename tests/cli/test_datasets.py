@@ -55,11 +55,13 @@ from services.kit.messages import TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from tests.client_address import serve_clients
+from trainbus.client import sampled_data
 from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.datasets import list_datasets, list_unfinished
 from trainbus.client.errors import NotFoundError, TrainbusError
 from trainbus.client.gateway import open_gateway
+from trainbus.client.sampled_data import fetch_stored
 from trainbus.commands import datasets
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, UnsortedIndex, compare
@@ -629,6 +631,35 @@ async def test_a_dataset_as_a_folder(
     with pytest.raises(TrainbusError, match=r"cannot be had.*verify --repair"):
         await datasets.fetch(client, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
+
+
+async def test_the_check_of_a_submission_gets_a_sample_of_a_dataset(
+    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore
+) -> None:
+    first, _ = two
+    found = await fetch_stored(address, first.dataset_id)
+    assert (found.samples, found.absence, found.classes) == (({"png": b"0/a"},), "", ("a", "b"))
+    assert found.statistics == first.manifest.statistics
+    await objects.delete(shard_uri(first.bucket, first.manifest.splits["train"].shards[0].sha256))
+    for asked, dataset_id in ((address, first.dataset_id), (address, "0" * 64), (None, first.dataset_id)):
+        absent = await fetch_stored(asked, dataset_id)
+        assert (absent.samples, absent.classes) == ((), None)
+        assert absent.absence == f"the gateway gave no sample of dataset {dataset_id[:12]} within 5 s"
+
+
+async def test_a_gateway_that_does_not_answer_gives_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_data, "FETCH_TIMEOUT_S", 0.1)
+    answered = asyncio.Event()
+
+    async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answered.wait()
+        writer.close()
+
+    async with await asyncio.start_server(hold, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        found = await fetch_stored(StackAddress(gateway_url=f"http://127.0.0.1:{port}"), "0" * 64)
+        answered.set()
+    assert "no sample of dataset 000000000000" in found.absence
 
 
 async def test_what_cannot_be_verified_for_a_full_disk_is_not_damaged(

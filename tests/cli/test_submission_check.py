@@ -6,17 +6,21 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from PIL import Image
 
 from contracts.data_formats import find_format_mismatch, recognize_format
+from contracts.datasets import FieldStatistics
 from trainbus.client import submission_check
-from trainbus.client.data_format import find_local_format, read_sample
+from trainbus.client.data_format import find_local_format, read_samples
 from trainbus.client.errors import UsageError
 from trainbus.client.package import pack_project
+from trainbus.client.sampled_data import SampledData
 from trainbus.client.submission import build_data, build_request
 from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
+from trainbus.ranks.estimated_statistics import estimate_statistics
 
 pytestmark = pytest.mark.shell
 
@@ -163,6 +167,90 @@ async def test_a_task_of_images_gets_the_classes_of_their_folders(tmp_path: Path
     assert await run_check(project, str(tmp_path / "pictures")) == CheckOutcome()
 
 
+MEAN = """
+    def decode(self, sample):
+        mean = self.statistics["x"].mean
+        return torch.tensor([super().decode(sample)["x"] - mean])
+"""
+#: A ``decode`` that uses statistics, and what is said of a step with those of two rows.
+ESTIMATED = [
+    (MEAN, "^one step was tried with statistics of the 2 samples that were read here"),
+    (MEAN.replace('statistics["x"]', 'statistics["z"]'), r"KeyError: 'z' \(task.py.*2 samples.*so it is not judged"),
+    (MEAN.replace("torch.tensor([", "torch.zeros(7 + 0 * int(mean)) + torch.tensor(["), "mat1 and mat2.*not judged"),
+]
+
+
+@pytest.mark.parametrize(("decode", "text"), ESTIMATED)
+async def test_statistics_are_estimated_and_never_a_reason_to_refuse(
+    tmp_path: Path, data: Path, decode: str, text: str
+) -> None:
+    (data / "a.jsonl").write_text('{"x": 1.0}\n{"x": 3.0}\n')
+    project = write_project(tmp_path, TASK + decode)
+    assert re.search(text, await check(project, str(data)))
+
+
+def test_estimates_are_those_of_ingestion(tmp_path: Path) -> None:
+    from services.ingestion.core.statistics import Statistics, measure_image, measure_row
+
+    rows: list[dict[str, Any]] = [{"x": 1, "in": {"y": 2.5, "deep": {"z": 1}}, "s": "a", "b": True}, {"x": 4}]
+    images = [Image.effect_noise((5, 4), 50), Image.effect_noise((5, 4), 90).convert("RGBA")]
+    exact, samples = Statistics(), list[dict[str, bytes]]()
+    for row in rows:
+        exact.add(measure_row(row))
+        samples.append({"json": json.dumps(row).encode()})
+    assert as_plain(estimate_statistics(samples)) == pytest.approx(as_plain(exact.result()))
+    exact, samples = Statistics(), []
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+        exact.add(measure_image(image))
+        samples.append({"png": (tmp_path / f"{number}.png").read_bytes(), "cls": b"0"})
+    found = as_plain(estimate_statistics(samples))
+    assert found == pytest.approx(as_plain(exact.result()) | {name: found[name] for name in found if "nulls" in name})
+    assert estimate_statistics([{"png": b"no image"}, {"bin": b"x"}]) == {}
+
+
+def as_plain(statistics: dict[str, FieldStatistics]) -> dict[str, float]:
+    return {f"{name}.{key}": value for name, each in statistics.items() for key, value in each.model_dump().items()}
+
+
+STORED = SampledData(
+    ({"bin": b"\x01\x02", "cls": b"1"},), "", ("a", "b"), {"x": FieldStatistics(count=2, mean=1, std=1, min=0, max=2)}
+)
+ARRAYS = """
+    decode = Task.decode
+
+    def decode_batch(self, fields):
+        return torch.from_numpy(fields["bin"]).float() - self.statistics["x"].mean
+"""
+#: Methods, the layer that a Task has, and what is said of a step on STORED: a problem, or what was not judged.
+ON_STORED = [
+    pytest.param(ARRAYS, "torch.nn.Linear(2, len(self.classes))", "", "", id="arrays"),
+    pytest.param(ARRAYS, "torch.nn.Linear(3, 1)", "mat1 and mat2", "", id="shape"),
+    pytest.param(ARRAYS.replace('"bin"', '"png"'), "torch.nn.Linear(2, 1)",
+        "KeyError: 'png'.*decode_batch.*has the fields bin, cls", "", id="field"),
+    pytest.param(ARRAYS.replace('["x"]', '["y"]'), "torch.nn.Linear(2, 1)", "KeyError: 'y'", "", id="statistics"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("methods", "layer", "problem", "skipped"), ON_STORED)
+async def test_a_step_is_tried_on_a_sample_of_a_stored_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: str, layer: str, problem: str, skipped: str
+) -> None:
+    monkeypatch.setattr(submission_check, "fetch_stored", AsyncMock(return_value=STORED))
+    project = write_project(tmp_path, TASK.replace("torch.nn.Linear(1, 1)", layer) + methods)
+    if problem:
+        with pytest.raises(UsageError, match=problem):
+            await check(project, "0" * 64)
+    else:
+        assert await check(project, "0" * 64) == skipped
+
+
+@pytest.mark.parametrize("source", ["s3://lake/rows/", "0" * 64])
+async def test_what_is_not_read_is_told(tmp_path: Path, source: str) -> None:
+    text = await check(write_project(tmp_path), source)
+    assert text.endswith(", so no step was tried")
+
+
 async def test_a_method_whose_name_is_nearly_ours_is_told(tmp_path: Path, data: Path) -> None:
     own = "\n    def scheduler(self, optimizer):\n        pass\n\n    def helper(self):\n        pass\n"
     outcome = await run_check(write_project(tmp_path, TASK + own), str(data))
@@ -292,15 +380,11 @@ def test_a_sample_is_what_the_task_gets(tmp_path: Path, data: Path) -> None:
 
     polars.DataFrame({"x": [1, 2]}).write_parquet(tmp_path / "t.parquet")
     source = DataSource(source=data.as_uri(), format="parquet")
-    sample = read_sample(tmp_path / "t.parquet", source)
-    assert sample is not None
-    assert json.loads(sample["json"]) == {"x": 1}
-    assert read_sample(data, source) is None
+    assert [json.loads(each["json"]) for each in read_samples(tmp_path / "t.parquet", source)] == [{"x": 1}, {"x": 2}]
+    assert read_samples(data, source) == []
     (tmp_path / "c.csv").write_text("x;name\n1.5;a\n")
-    row = read_sample(tmp_path / "c.csv", DataSource(source=data.as_uri(), format="csv"))
-    assert row is not None
+    (row,) = read_samples(tmp_path / "c.csv", DataSource(source=data.as_uri(), format="csv"))
     assert json.loads(row["json"]) == {"x": 1.5, "name": "a"}
     Image.new("L", (2, 2)).save(tmp_path / "i.png")
-    image = read_sample(tmp_path / "i.png", DataSource(source=data.as_uri(), format="images"))
-    assert image is not None
+    (image,) = read_samples(tmp_path / "i.png", DataSource(source=data.as_uri(), format="images"))
     assert image.keys() == {"png", "cls"}

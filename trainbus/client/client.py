@@ -114,8 +114,8 @@ class AsyncClient:
         ``fetch`` does; the same ``event_id`` is the same run, however often it is submitted.
 
         Before the upload it imports the Task in a process of its own, binds its params and tries one step on a sample
-        of data that lies here; ``check=False`` skips that. ``on_check`` is called with the Task's name when that
-        begins.
+        of data that lies here, or of a dataset that the gateway has; ``check=False`` skips that. ``on_check`` is called
+        with the Task's name when that begins.
 
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
@@ -130,7 +130,7 @@ class AsyncClient:
             options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
         is_checked, outcome = options.get("check") is not False, CheckOutcome()
         imports_task = is_checked and task is not None
-        async with SubmissionCheck(imports_task=imports_task) as check:
+        async with SubmissionCheck(imports_task=imports_task, address=self.address) as check:
             if on_check is not None and imports_task:
                 on_check(str(task))
             package = pack_project(folder) if folder is not None else None

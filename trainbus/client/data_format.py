@@ -1,13 +1,14 @@
-"""What lies in a local folder of data: its format, and one sample of it as a Task gets it."""
+"""What lies in a local folder of data: its format, and samples of it as a Task gets them."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from contracts.data_formats import FORMAT_BY_SUFFIX, find_format_mismatch, recognize_format
@@ -18,8 +19,10 @@ from trainbus.client.errors import UsageError
 MAX_FILES = 10_000
 #: Files beside images that give their classes.
 LABEL_TABLES = ("labels.csv", "labels.parquet")
-#: The largest file that a sample is read from, unless its rows are read one by one.
+#: What samples may have together.
 MAX_SAMPLE_BYTES = 64 * 2**20
+#: Samples that are read: one is tried, and statistics are estimated from all.
+MAX_ROWS, MAX_IMAGES = 100, 8
 
 
 def find_local_format(path: Path) -> str | None:
@@ -50,32 +53,64 @@ def _names(path: Path) -> Iterator[str]:
     return (str(file.relative_to(path)) if path.is_dir() else file.name for file in _files(path))
 
 
-def read_sample(path: Path, data: DataSource) -> Mapping[str, bytes] | None:
-    """Return the fields of one sample, by extension; None if none can be read here."""
+def read_samples(path: Path, data: DataSource) -> list[Mapping[str, bytes]]:
+    """Return the fields, by extension, of the first samples: of one file of rows, or of several images.
+
+    None are returned where none can be read here: ingestion puts such records aside, they are no fault of a Task.
+    """
     files = (file for file in _files(path) if FORMAT_BY_SUFFIX.get(file.suffix.lower()) == data.format)
+    if data.format == "images":
+        return list(_read_images(islice(files, MAX_IMAGES)))
+    file = next(files, None)
+    if file is None:
+        return []
     try:
-        file = next(files, None)
-        if file is None:
-            return None
         match data.format:
-            case "images" if file.stat().st_size <= MAX_SAMPLE_BYTES:
-                return {file.suffix.lower().removeprefix("."): file.read_bytes(), "cls": b"0"}
             case "jsonl":
-                with file.open("rb") as lines:
-                    line = lines.readline(MAX_SAMPLE_BYTES)
-                row = json.loads(line.decode("utf-8-sig"))
-                return {"json": json.dumps(row).encode()} if isinstance(row, dict) else None
+                rows = _read_lines(file)
             case "csv":
-                return _read_cells(file)
+                rows = _read_cells(file)
             case "parquet":
-                return _read_row(file)
+                rows = _read_table(file)
             case "text":
                 with file.open("rb") as content:
                     window = content.read(data.window_length)
-                return {"bin": window} if len(window) == data.window_length else None
-    except (OSError, ValueError):
-        pass  # ingestion puts such a record aside; it is no fault of the Task
-    return None
+                return [{"bin": window}] if len(window) == data.window_length else []
+            case _:
+                return []
+        return [{"json": json.dumps(row).encode()} for row in rows]
+    except (OSError, ValueError, TypeError):  # TypeError: a value without a form in JSON
+        return []
+
+
+def _read_images(files: Iterable[Path]) -> Iterator[Mapping[str, bytes]]:
+    """Yield images until one cannot be read, or they are too many bytes."""
+    room = MAX_SAMPLE_BYTES
+    for file in files:
+        try:
+            room -= file.stat().st_size
+            if room < 0:
+                return
+            yield {file.suffix.lower().removeprefix("."): file.read_bytes(), "cls": b"0"}
+        except OSError:
+            return
+
+
+def _read_lines(file: Path) -> list[Any]:
+    """Return the first rows of a JSON-lines file, up to the first line that is no row."""
+    room = MAX_SAMPLE_BYTES
+    rows: list[Any] = []
+    with file.open("rb") as lines:
+        while len(rows) < MAX_ROWS and room > 0 and (line := lines.readline(room)):
+            room -= len(line)
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError:
+                break
+            if not isinstance(row, dict):
+                break
+            rows.append(row)
+    return rows
 
 
 def read_classes(path: Path, data: DataSource) -> list[str]:
@@ -86,16 +121,17 @@ def read_classes(path: Path, data: DataSource) -> list[str]:
     return sorted({file.parent.name for file in images if file.parent != path})
 
 
-def _read_cells(file: Path) -> Mapping[str, bytes] | None:
-    """Return the first row of a CSV file; numbers are numbers, as where the whole column is."""
+def _read_cells(file: Path) -> list[Any]:
+    """Return the first rows of a CSV file; numbers are numbers, as where the whole column is."""
     with file.open(newline="", encoding="utf-8-sig") as text:
         delimiter = max(",;\t|", key=text.readline().count)
         text.seek(0)
         try:
-            row = next(csv.DictReader(text, delimiter=delimiter), None)
+            found = list(islice(csv.DictReader(text, delimiter=delimiter), MAX_ROWS))
         except csv.Error:
-            return None
-    return None if row is None or None in row else {"json": json.dumps({k: _parse(v) for k, v in row.items()}).encode()}
+            return []
+    whole = takewhile(lambda row: None not in row, found)
+    return [{name: _parse(cell) for name, cell in row.items()} for row in whole]
 
 
 def _parse(cell: str | None) -> object:
@@ -107,19 +143,19 @@ def _parse(cell: str | None) -> object:
     return {"true": True, "false": False, "": None}.get((cell or "").lower(), cell)
 
 
-def _read_row(file: Path) -> Mapping[str, bytes] | None:
-    """Return the first row of a Parquet file; None if it has values without a form in JSON, or nothing can read it."""
+def _read_table(file: Path) -> list[Any]:
+    """Return the first rows of a Parquet file; none if nothing here can read it."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        return None
+        return []
     try:
         with ParquetFile(file) as table:
-            rows = next(table.iter_batches(1)).to_pylist()
-        return {"json": json.dumps(rows[0]).encode()}
-    except (ArrowException, StopIteration, IndexError, TypeError):
-        return None
+            rows: list[Any] = next(table.iter_batches(MAX_ROWS)).to_pylist()
+        return rows
+    except (ArrowException, StopIteration):
+        return []
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -126,7 +126,7 @@ async def submit_study(
         options["init_from"] = (await find_checkpoint(client.connection, init_from)).uri
     is_checked, outcome = options.get("check") is not False, CheckOutcome()
     imports_task = is_checked and task is not None
-    async with SubmissionCheck(imports_task=imports_task) as check:
+    async with SubmissionCheck(imports_task=imports_task, address=client.address) as check:
         if on_check is not None and imports_task:
             on_check(str(task))
         package = pack_project(folder) if folder is not None else None

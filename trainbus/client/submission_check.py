@@ -1,14 +1,14 @@
 """The check of a submission before anything is uploaded: what would fail on a node fails here, within seconds.
 
 The packed project is unpacked into a folder of its own, so that a file that is left out of the package is missed here,
-too. A Task is imported in a child process, its params are bound, and one step is tried on a sample of a local folder.
-The process starts before the project is packed, since it begins with the import of torch.
+too. A Task is imported in a child process, its params are bound, and one step is tried on a sample of a local folder,
+or of a dataset that the gateway has. The process starts before the project is packed, since it begins with the import
+of torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -20,13 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-from urllib.parse import unquote, urlsplit
 
 from contracts.events.train import TrainRequested
-from contracts.spec.data import DataSource
-from trainbus.client.data_format import check_local_format, read_classes, read_sample
+from contracts.spec.data import DatasetRef, DataSource
+from trainbus.client.address import StackAddress
+from trainbus.client.data_format import check_local_format
 from trainbus.client.errors import UsageError
 from trainbus.client.package import CodePackage
+from trainbus.client.sampled_data import SampledData, fetch_stored, read_local
 
 #: Seconds for the import of a Task and one step of it. Importing torch alone takes one to four.
 CHECK_TIMEOUT_S = 30.0
@@ -50,10 +51,11 @@ class SubmissionCheck:
 
     Args:
         imports_task: whether a Task is to be imported: torch is, in a process that starts at once.
+        address: where the gateway is that has datasets; None: it is not asked.
     """
 
-    def __init__(self, *, imports_task: bool) -> None:
-        self._imports_task = imports_task
+    def __init__(self, *, imports_task: bool, address: StackAddress | None = None) -> None:
+        self._imports_task, self._address = imports_task, address
         self._child: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -112,8 +114,7 @@ class SubmissionCheck:
             return CheckOutcome()
         code = Path(self._folder.name).resolve() / "code"
         await asyncio.to_thread(_unpack, package, code)
-        sample, classes = await asyncio.to_thread(_read_data, request.data)
-        encoded = None if sample is None else {name: base64.b64encode(each).decode() for name, each in sample.items()}
+        sampled = await self._read_data(request.data)
         training = request.training
         return await self._check_task(
             {
@@ -122,12 +123,16 @@ class SubmissionCheck:
                 "task": request.task,
                 "params": request.params,
                 "training": {} if training is None else training.model_dump(include={"precision", "max_steps"}),
-                "sample": encoded,
-                "classes": classes,
+                "data": sampled.to_plain(),
                 "trained": [*_retention_metric(request), *objectives],
                 "measured": _evaluation_metric(request),
             }
         )
+
+    async def _read_data(self, data: DataSource | DatasetRef | None) -> SampledData:
+        if isinstance(data, DatasetRef):
+            return await fetch_stored(self._address, data.dataset_id)
+        return SampledData() if data is None else await asyncio.to_thread(read_local, data)
 
     async def _check_task(self, given: Mapping[str, object]) -> CheckOutcome:
         child = self._child = self._child or await self._start()
@@ -161,14 +166,6 @@ def _unpack(package: CodePackage, folder: Path) -> None:
     folder.mkdir()
     with tarfile.open(fileobj=io.BytesIO(package.body), mode="r:gz") as tar:
         tar.extractall(folder, filter="data")
-
-
-def _read_data(data: object) -> tuple[Mapping[str, bytes] | None, list[str]]:
-    """Return a sample of data that lies on this machine, None if it has none, and the classes as far as it tells."""
-    if not isinstance(data, DataSource) or not data.source.startswith("file:"):
-        return None, []
-    path = Path(unquote(urlsplit(data.source).path))
-    return read_sample(path, data), read_classes(path, data)
 
 
 def _check_command(command: Sequence[str], package: CodePackage) -> None:

@@ -6,7 +6,6 @@ into the file ANSWER what is wrong. Output of the user's code goes where output 
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -22,12 +21,12 @@ from contracts.project_paths import find_import_folders
 def check_task(given: Mapping[str, Any], answer: Path) -> None:
     """Write into ``answer`` a ``problem``, what was ``skipped`` and why, and ``notes``.
 
-    ``given`` has the ``folder`` of the code, ``task``, ``params``, ``training``, a ``sample`` and its ``classes`` as
-    far as they are here, and the metrics that training (``trained``) and evaluation (``measured``) are to report.
+    ``given`` has the ``folder`` of the code, ``task``, ``params``, ``training``, what is known here of the ``data``
+    (SampledData), and the metrics that training (``trained``) and evaluation (``measured``) are to report.
     """
     folder, name = Path(given["folder"]), str(given["task"])
     try:
-        from trainbus.ranks.trial_step import find_misnamed_methods, try_step
+        from trainbus.ranks.trial_step import TrialData, find_misnamed_methods, try_step
         from trainbus.task import TaskError, load_task
     except ModuleNotFoundError as error:
         return _write(answer, skipped=f"{error.name} is not installed here, so the Task was not imported")
@@ -42,9 +41,7 @@ def check_task(given: Mapping[str, Any], answer: Path) -> None:
         return _write(answer, problem=problem, notes=notes)
     # It stands if the step takes too long.
     _write(answer, skipped="a step takes too long on this machine, so none was tried", notes=notes)
-    encoded = given["sample"]
-    sample = None if encoded is None else {name: base64.b64decode(value) for name, value in encoded.items()}
-    found = try_step(task, sample, given["classes"], given["training"], folder)
+    found = try_step(task, TrialData.from_plain(given["data"]), given["training"], folder)
     return _write(answer, notes=notes, **found)
 
 

@@ -1,22 +1,28 @@
 """One training step of a Task on two copies of one sample: wrong shapes cost seconds, and no attempt on a node.
 
 What fails here is a fault of the Task only where it would fail on every node: where a package, a device, memory or the
-prepared dataset is missing here, the step is not judged.
+prepared dataset is missing here, the step is not judged. Nor is one that fails after the Task has read statistics that
+are estimated: other numbers, or other names, may not fail.
 """
 
 from __future__ import annotations
 
+import base64
 import difflib
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 
+from contracts.datasets import FieldStatistics
 from contracts.known_errors import find_known_error
 from trainbus.data.workers import describe_fields
+from trainbus.ranks.estimated_statistics import estimate_statistics
 from trainbus.task import Task, TaskError, describe
 from trainbus.trainer.chained_optimizer import make_optimizer
 
@@ -43,6 +49,30 @@ FOREIGN_NAMES = {
 MAX_MEMORY_SHARE = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class TrialData:
+    """Samples, of which the first is tried, and what the dataset says of all; None: that is not known here."""
+
+    samples: Sequence[Mapping[str, bytes]]
+    #: Why there are no samples.
+    absence: str
+    classes: tuple[str, ...] | None
+    statistics: Mapping[str, FieldStatistics] | None
+
+    @classmethod
+    def from_plain(cls, given: Mapping[str, Any]) -> TrialData:
+        """Return it as the client sends it."""
+        classes, statistics = given["classes"], given["statistics"]
+        if statistics is not None:
+            statistics = {name: FieldStatistics.model_validate(each) for name, each in statistics.items()}
+        return cls(
+            [{name: base64.b64decode(value) for name, value in sample.items()} for sample in given["samples"]],
+            given["absence"],
+            None if classes is None else tuple(classes),
+            statistics,
+        )
+
+
 class StepSkipped(BaseException):
     """Something is missing here, and the step cannot be judged. No ``except Exception`` of the user's code hides it."""
 
@@ -60,43 +90,57 @@ def find_misnamed_methods(task: Task) -> list[str]:
     return found
 
 
-def try_step(
-    task: Task, sample: Mapping[str, bytes] | None, classes: Sequence[str], training: Mapping[str, Any], code: Path
-) -> dict[str, str]:
+def try_step(task: Task, data: TrialData, training: Mapping[str, Any], code: Path) -> dict[str, str]:
     """Return ``{"problem": ...}``, ``{"skipped": ...}`` with what could not be judged here, or ``{}``.
 
     Args:
-        sample: fields of a real sample; None: model, optimizer and schedule are made, and nothing is computed.
-        classes: those of the dataset, where they are known here; empty: a Task that asks for them is not judged.
+        data: without a sample, model, optimizer and schedule are made, and nothing is computed. Without classes, a Task
+            that asks for them is not judged.
         training: of the request: ``precision``, of which bf16 and fp16 are computed as bf16, and ``max_steps``.
     """
     _forbid_network()
     _limit_memory()
     trial = _Trial(task, code)
+    estimated = _set_dataset(task, data)
     try:
-        _set_dataset(task, tuple(classes))
-        examples = [] if sample is None else trial.decode(sample)
-        model: Any = trial.call("model", task.model)
-        if not isinstance(model, torch.nn.Module):  # the user's code may return anything
-            return {"problem": f"{trial.name}.model() returned {type(model).__name__}, and no nn.Module"}
-        optimizer = trial.call("optimizer", lambda: make_optimizer(task, model))
-        total_steps = training.get("max_steps") or SCHEDULE_STEPS
-        trial.call("schedule", lambda: task.schedule(optimizer, total_steps))
-        if not examples:
-            return {}
-        batch = trial.call("collate", lambda: task.collate(examples))
-        model.train()
-        with torch.autocast("cpu", torch.bfloat16, enabled=training.get("precision") in ("bf16", "fp16")):
-            loss: Any = trial.call("loss", lambda: task.loss(model, batch))
-        if not isinstance(loss, torch.Tensor) or loss.ndim:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            return {"problem": f"{trial.name}.loss() returned {found}: return a scalar tensor, the mean over the batch"}
-        trial.call("loss", loss.backward)
-    except _ProblemFound as found_problem:
-        return {"problem": str(found_problem)}
+        problem = _run_step(trial, data.samples, training)
+    except _ProblemFound as found:
+        if estimated.is_used:
+            return {"skipped": f"{found}, with {estimated.text}; those of all data may differ, so it is not judged"}
+        problem = str(found)
     except StepSkipped as skipped:
         return {"skipped": str(skipped)}
-    return {}
+    if problem:
+        return {"problem": problem}
+    if not data.samples:
+        return {"skipped": f"{data.absence}, so no step was tried"}
+    return {"skipped": f"one step was tried with {estimated.text}"} if estimated.is_used else {}
+
+
+def _run_step(trial: _Trial, samples: Sequence[Mapping[str, bytes]], training: Mapping[str, Any]) -> str:
+    """Try one step, as far as there is a sample; return what the Task returned wrongly, or ''.
+
+    Raises:
+        _ProblemFound, StepSkipped: as the calls of the Task do.
+    """
+    task = trial.task
+    batch: Any = trial.make_batch(samples[0]) if samples else None
+    model: Any = trial.call("model", task.model)
+    if not isinstance(model, torch.nn.Module):  # the user's code may return anything
+        return f"{trial.name}.model() returned {type(model).__name__}, and no nn.Module"
+    optimizer = trial.call("optimizer", lambda: make_optimizer(task, model))
+    total_steps = training.get("max_steps") or SCHEDULE_STEPS
+    trial.call("schedule", lambda: task.schedule(optimizer, total_steps))
+    if not samples:
+        return ""
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=training.get("precision") in ("bf16", "fp16")):
+        loss: Any = trial.call("loss", lambda: task.loss(model, batch))
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        return f"{trial.name}.loss() returned {found}: return a scalar tensor, the mean over the batch"
+    trial.call("loss", loss.backward)
+    return ""
 
 
 class _ProblemFound(Exception):
@@ -107,17 +151,38 @@ class _Trial:
     """Calls the methods of a Task, and tells its faults from what is missing on this machine."""
 
     def __init__(self, task: Task, code: Path) -> None:
-        self._task, self._code, self.name = task, code, type(task).__name__
+        self.task, self._code, self.name = task, code, type(task).__name__
 
-    def decode(self, sample: Mapping[str, bytes]) -> list[Any]:
-        """Return the sample, decoded twice: a batch of one has no variance. Whatever fails, fails on the node.
+    def make_batch(self, sample: Mapping[str, bytes]) -> Any:
+        """Return a batch of two copies of the sample: one of one has no variance.
 
         Raises:
-            _ProblemFound: it fails.
+            _ProblemFound: it fails. What fails in decoding fails on the node.
             StepSkipped: it needs a package that is not here.
         """
+        if self._takes_arrays_alone(sample):
+            fields = {name: np.frombuffer(value, dtype=np.uint8) for name, value in sample.items()}
+            arrays = {name: np.stack([each, each]) for name, each in fields.items()}
+            return self._decode("decode_batch", sample, lambda: self.task.decode_batch(arrays))
+        examples = [self._decode("decode", sample, lambda: self.task.decode(dict(sample))) for _ in range(2)]
+        return self.call("collate", lambda: self.task.collate(examples))
+
+    def _takes_arrays_alone(self, sample: Mapping[str, bytes]) -> bool:
+        """Return whether the Task has no ``decode`` for such a sample, but ``decode_batch``, which is called then."""
+        kind = type(self.task)
+        if kind.decode is not Task.decode or kind.decode_batch is Task.decode_batch:
+            return False
         try:
-            return [self._task.decode(dict(sample)) for _ in range(2)]
+            self.task.decode(dict(sample))
+        except TaskError:
+            return True
+        except Exception:
+            return False  # it fails again where that is told
+        return False
+
+    def _decode(self, method: str, sample: Mapping[str, bytes], function: Callable[[], T]) -> T:
+        try:
+            return function()
         except TaskError as error:
             raise _ProblemFound(str(error)) from error
         except ModuleNotFoundError as error:
@@ -125,7 +190,7 @@ class _Trial:
         except Exception as error:
             traceback.print_exception(error)
             fields = describe_fields(dict(sample)) if isinstance(error, KeyError) else ""
-            raise _ProblemFound(f"{describe(error, self._code)}: {self.name}.decode() failed{fields}") from error
+            raise _ProblemFound(f"{describe(error, self._code)}: {self.name}.{method}() failed{fields}") from error
 
     def call(self, method: str, function: Callable[[], T]) -> T:
         """Return what a method returns.
@@ -158,13 +223,46 @@ class _Absent:
         raise StepSkipped(f"the Task uses {self._name} of the prepared dataset, so no step was tried")
 
 
-def _set_dataset(task: Task, classes: tuple[str, ...]) -> None:
-    """Give the Task the classes of the dataset, as the trainer does, and what stands for all that is not known here."""
-    kind = type(task)
-    absent = {name: _Absent(name) for name in (("statistics",) if classes else ("classes", "statistics"))}
-    task.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **absent})
-    if classes:
-        task.classes = classes
+class _EstimatedStatistics:
+    """Statistics of the samples that were read, in the place of those that ingestion computes."""
+
+    def __init__(self, samples: Sequence[Mapping[str, bytes]]) -> None:
+        self._samples = samples
+        self._statistics: Mapping[str, FieldStatistics] = {}
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._statistics)
+
+    @property
+    def text(self) -> str:
+        count = len(self._samples)
+        return "statistics of one sample" if count == 1 else f"statistics of the {count} samples that were read here"
+
+    def __get__(self, task: Task | None, owner: type) -> Mapping[str, FieldStatistics]:
+        self._statistics = self._statistics or estimate_statistics(self._samples)
+        if not self._statistics:
+            raise StepSkipped("the Task uses statistics of the prepared dataset, so no step was tried")
+        return self._statistics
+
+
+def _set_dataset(task: Task, data: TrialData) -> _EstimatedStatistics:
+    """Give the Task classes and statistics, as the trainer does, and what stands for all that is not known here.
+
+    Return what stands for the statistics; it is not used where they are known.
+    """
+    kind, estimated = type(task), _EstimatedStatistics(data.samples)
+    stand_ins: dict[str, object] = {}
+    if data.classes is None:
+        stand_ins["classes"] = _Absent("classes")
+    if data.statistics is None:
+        stand_ins["statistics"] = estimated
+    task.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **stand_ins})
+    if data.classes is not None:
+        task.classes = data.classes
+    if data.statistics is not None:
+        task.statistics = data.statistics
+    return estimated
 
 
 def _forbid_network() -> None:

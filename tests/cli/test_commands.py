@@ -49,6 +49,19 @@ def test_a_command_is_imported_without_the_others() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("words", [["submit"], ["tune", "run"]], ids=" ".join)
+def test_the_first_line_comes_before_the_imports_of_the_client(words: list[str], tmp_path: Path) -> None:
+    command = [*words, str(tmp_path), "task:T", "--data-dir", str(tmp_path / "none")]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trainbus", *command], capture_output=True, text=True, check=False
+    )
+    before, first_line, after = done.stderr.partition("checking task:T before the upload")
+    assert first_line
+    imported = {line.rpartition("|")[2].strip() for line in before.splitlines()}
+    assert imported & {"httpx", "contracts.base", "trainbus.client.client"} == set()
+    assert "trainbus.client.client" in after
+
+
 def test_the_version_is_that_of_the_package() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"trainbus {importlib.metadata.version('trainbus')}\n")
@@ -75,7 +88,7 @@ class RecordingClient:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    async def submit(self, project: Path | None, task: str | None, *, on_check: object, **options: Any) -> SubmittedRun:
+    async def submit(self, project: Path | None, task: str | None, **options: Any) -> SubmittedRun:
         given = {name: value for name, value in options.items() if value}
         self.submissions.append({"data_dir": self.data_dir, "project": project, "task": task, **given})
         return SubmittedRun("r1", "digits", "e1", TrainRequested(name="digits", command=["true"]))

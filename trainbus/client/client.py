@@ -102,8 +102,6 @@ class AsyncClient:
         self,
         project: Path | str | type | None = None,
         task: str | None = None,
-        *,
-        on_check: Callable[[str], None] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> SubmittedRun:
         """Pack and upload a project, request its training and return the run.
@@ -114,8 +112,7 @@ class AsyncClient:
         ``fetch`` does; the same ``event_id`` is the same run, however often it is submitted.
 
         Before the upload it imports the Task in a process of its own, binds its params and tries one step on a sample
-        of data that lies here, or of a dataset that the gateway has; ``check=False`` skips that. ``on_check`` is called
-        with the Task's name when that begins.
+        of data that lies here, or of a dataset that the gateway has; ``check=False`` skips that.
 
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
@@ -131,8 +128,6 @@ class AsyncClient:
         is_checked, outcome = options.get("check") is not False, CheckOutcome()
         imports_task = is_checked and task is not None
         async with SubmissionCheck(imports_task=imports_task, address=self.address) as check:
-            if on_check is not None and imports_task:
-                on_check(str(task))
             package = pack_project(folder) if folder is not None else None
             # Validated before anything is sent.
             request = build_request(folder, task, package, options)

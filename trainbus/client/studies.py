@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -106,14 +106,12 @@ async def submit_study(
     body: Mapping[str, Any],
     project: Path | None = None,
     task: str | None = None,
-    *,
-    on_check: Callable[[str], None] | None = None,
     **options: Unpack[SubmitOptions],
 ) -> SubmittedStudy:
     """Pack and upload the project of a study's run, request the study and return it.
 
     ``body`` is a tune.requested. ``options`` (see SubmitOptions) override fields of its ``run``; the same ``event_id``
-    is the same study. ``on_check`` is called with the Task's name when its check begins.
+    is the same study.
 
     Raises:
         UsageError: the study or its run is not valid; nothing was sent.
@@ -127,8 +125,6 @@ async def submit_study(
     is_checked, outcome = options.get("check") is not False, CheckOutcome()
     imports_task = is_checked and task is not None
     async with SubmissionCheck(imports_task=imports_task, address=client.address) as check:
-        if on_check is not None and imports_task:
-            on_check(str(task))
         package = pack_project(folder) if folder is not None else None
         run = build_request(folder, task, package, options)
         wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}

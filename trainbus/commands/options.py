@@ -125,18 +125,22 @@ def command(
     *,
     on_bus: bool = False,
     options: Sequence[inspect.Parameter] = (),
+    announce: Callable[..., None] | None = None,
     **settings: Any,
 ) -> Callable[[F], F]:
     """Register an async function as a command; the function itself stays as it is.
 
     Its first parameter is the client, which the command connects to the stack of ``--data-dir`` or ``--stack``, or
     ``on_bus`` a connection to its NATS. A number that it returns is the exit code. ``options`` stand for its
-    ``**options``.
+    ``**options``. ``announce`` is called with all that is given, before the client is imported: that takes a second on
+    a busy machine.
     """
     connected: Callable[..., Any] = with_bus if on_bus else with_client
 
     def register(function: F) -> F:
         def invoke(*, data_dir: Path | None, stack: str | None, **given: Any) -> None:
+            if announce is not None:
+                announce(**given)
             if code := connected(choose_data_dir(data_dir, stack), lambda link: function(link, **given)):
                 raise typer.Exit(code)
 

@@ -37,6 +37,7 @@ PANEL = "Runs"
 @command(
     app,
     options=flags_of(SubmitOptions, submit_flags.SUBMIT_FLAGS),
+    announce=submit_flags.print_check,
     rich_help_panel=PANEL,
     context_settings={"allow_extra_args": True},
 )
@@ -54,7 +55,7 @@ async def submit(
 ) -> None:
     """Pack a project, upload it and request its training: `trainbus submit ./project task:MyTask`."""
     submit_flags.parse_options(options, context.args)
-    submitted = await client.submit(project, task, on_check=submit_flags.print_check, **options)
+    submitted = await client.submit(project, task, **options)
     submit_flags.print_findings(submitted.notes, submitted.unchecked)
     if as_json:
         named = {"run_id": submitted.run_id, "name": submitted.name, "event_id": submitted.event_id}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainbus.client.errors import UsageError
 from trainbus.client.submit_options import SubmitOptions
@@ -49,8 +49,10 @@ def parse_options(options: SubmitOptions, surplus: Sequence[str]) -> None:
     options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
 
 
-def print_check(task: str) -> None:
-    """Say what takes a few seconds."""
+def print_check(*, task: str | None = None, task_flag: str | None = None, check: bool | None = None, **_: Any) -> None:
+    """Say what takes a few seconds, by what is given on the command line."""
+    if check is False or (task := task or task_flag) is None:
+        return
     print(f"checking {task} before the upload: imports torch, tries one step (--no-check skips it)", file=sys.stderr)
 
 

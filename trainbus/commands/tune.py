@@ -43,6 +43,7 @@ StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Id of a study, 
 @command(
     app,
     options=flags_of(SubmitOptions, {**submit_flags.SUBMIT_FLAGS, **TUNE_FLAGS}),
+    announce=submit_flags.print_check,
     context_settings={"allow_extra_args": True},
 )
 async def run(
@@ -108,9 +109,7 @@ async def run(
     # A script's epochs are the study's: they end a trial, and reach the script by epochs_param.
     if is_script and (epochs := options.pop("epochs", None)) is not None:
         body["epochs"] = epochs
-    submitted = await studies.submit_study(
-        client, body, project, task or task_flag, on_check=submit_flags.print_check, **options
-    )
+    submitted = await studies.submit_study(client, body, project, task or task_flag, **options)
     submit_flags.print_findings(submitted.notes, submitted.unchecked)
     if as_json:
         print(render.as_json({"study_id": submitted.study_id, "name": submitted.name, "event_id": submitted.event_id}))

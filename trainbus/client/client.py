@@ -117,29 +117,16 @@ class AsyncClient:
         Raises:
             UsageError: the request is not valid, or the Task cannot run; nothing was sent.
         """
-        from trainbus.client import checkpoints
-        from trainbus.client.package import pack_project
-        from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
-        from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
+        from trainbus.client.opened_submission import open_submission
+        from trainbus.client.submission import SubmittedRun
 
-        folder, task = locate_code(project, task, options)
-        if (init_from := options.get("init_from")) is not None:
-            options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
-        is_checked, outcome = options.get("check") is not False, CheckOutcome()
-        imports_task = is_checked and task is not None
-        async with SubmissionCheck(imports_task=imports_task, address=self.address) as check:
-            package = pack_project(folder) if folder is not None else None
-            # Validated before anything is sent.
-            request = build_request(folder, task, package, options)
-            if is_checked:
-                outcome = await check.run(request, package)
-        if package is not None and request.code is not None:
-            uri = await upload_package(self.address, package)
-            request = request.model_copy(update={"code": request.code.model_copy(update={"uri": uri})})
+        async with open_submission(self, project, task, options) as opened:
+            outcome = await opened.check(opened.request)
+        request = await opened.upload()
         sent = await self.connection.publish_request(request, options.get("event_id"))
         assert sent.run_id is not None
         found = outcome.unchecked, outcome.notes
-        return SubmittedRun(sent.run_id, request.name, sent.event_id, request, package, *found)
+        return SubmittedRun(sent.run_id, request.name, sent.event_id, request, opened.package, *found)
 
     # -- runs --------------------------------------------------------------------
 

@@ -17,13 +17,12 @@ from contracts.spec.study import Parameter
 from contracts.state.study import Studies, Study, Trial
 from services.tuning.core.admission import example_value
 from services.tuning.core.decide import PLACEHOLDER, TRAINING, best_request
-from trainbus.client.checkpoints import find_checkpoint
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError, invalid_request
-from trainbus.client.package import CodePackage, pack_project
+from trainbus.client.opened_submission import open_submission
+from trainbus.client.package import CodePackage
 from trainbus.client.stored_event import StoredEvent
-from trainbus.client.submission import LOWER_IS_BETTER, build_request, locate_code, upload_package
-from trainbus.client.submission_check import CheckOutcome, SubmissionCheck
+from trainbus.client.submission import LOWER_IS_BETTER
 from trainbus.client.submit_options import SubmitOptions
 
 if TYPE_CHECKING:
@@ -119,30 +118,21 @@ async def submit_study(
     run_body = dict(body.get("run") or {})
     if run_body:
         options["request"] = run_body
-    folder, task = locate_code(project, task, options)
-    if (init_from := options.get("init_from")) is not None:
-        options["init_from"] = (await find_checkpoint(client.connection, init_from)).uri
-    is_checked, outcome = options.get("check") is not False, CheckOutcome()
-    imports_task = is_checked and task is not None
-    async with SubmissionCheck(imports_task=imports_task, address=client.address) as check:
-        package = pack_project(folder) if folder is not None else None
-        run = build_request(folder, task, package, options)
-        wanted = {**body, "run": run.model_dump(mode="json", exclude_unset=True)}
-        wanted.setdefault("name", run.name)
+    async with open_submission(client, project, task, options) as opened:
+        wanted = {**body, "run": opened.request.model_dump(mode="json", exclude_unset=True)}
+        wanted.setdefault("name", opened.request.name)
         try:
             request = TuneRequested.model_validate(wanted)
         except ValidationError as error:
             raise invalid_request(error, wanted, TuneRequested) from error
-        if is_checked:
-            objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
-            outcome = await check.run(_example_run(run, request), package, objectives)
-    if package is not None and run.code is not None and request.run is not None:
-        code = run.code.model_copy(update={"uri": await upload_package(client.address, package)})
+        objectives = [each.metric for each in request.objectives] + [each.metric for each in request.constraints]
+        outcome = await opened.check(_example_run(opened.request, request), objectives)
+    if (code := (await opened.upload()).code) is not None and request.run is not None:
         request = request.model_copy(update={"run": request.run.model_copy(update={"code": code})})
     published = await client.connection.publish_request(request, options.get("event_id"))
     assert published.study_id is not None
-    found = outcome.unchecked, (*outcome.notes, *_describe_unread(request, package))
-    return SubmittedStudy(published.study_id, request.name or "", published.event_id, request, package, *found)
+    found = outcome.unchecked, (*outcome.notes, *_describe_unread(request, opened.package))
+    return SubmittedStudy(published.study_id, request.name or "", published.event_id, request, opened.package, *found)
 
 
 def _describe_unread(request: TuneRequested, package: CodePackage | None) -> list[str]:

@@ -71,7 +71,13 @@ class ObjectBucket:
 LEASES = Bucket("LEASES", "Who leads and who lives: holder, time to live, and the revision as fencing token.")
 JOBS = Bucket("JOBS", "Work that takes minutes: taken from a message, held by a lease until its result is out.")
 RENDEZVOUS = Bucket("RENDEZVOUS", "Address and port where the ranks of one generation meet.", ttl_s=DAY_S)
-BUCKETS: tuple[Bucket, ...] = (LEASES, JOBS, RENDEZVOUS)
+OUTPUTS = Bucket(
+    "OUTPUTS",
+    "What the nodes without rank 0 have in their output folders: the address of each one's newest list.",
+    # Garbage collection may have removed what an older list names.
+    ttl_s=2 * DAY_S,
+)
+BUCKETS: tuple[Bucket, ...] = (LEASES, JOBS, RENDEZVOUS, OUTPUTS)
 SNAPSHOTS = ObjectBucket("SNAPSHOTS", "What the log adds up to, now and then: a shortcut for those who fold it.")
 OBJECT_BUCKETS: tuple[ObjectBucket, ...] = (SNAPSHOTS,)
 

@@ -109,8 +109,8 @@ def checkpoint(
     """Keep this file or folder as the run's checkpoint; return once it is copied on this machine.
 
     The copy is uploaded in the background. After a crash, a preemption or a move to another node ``resume()`` returns
-    a folder with this file, or with the content of this folder. Rank 0 does this for all ranks; in the others the call
-    does nothing.
+    a folder with this file, or with the content of this folder. Of each node, one rank does this for all of its ranks
+    (``LOCAL_RANK`` 0): call it on every rank. One checkpoint has what all nodes keep; of one name, rank 0's counts.
 
     Args:
         path: the file or folder.
@@ -119,15 +119,16 @@ def checkpoint(
         epoch: the epoch that it belongs to.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: there is no such file or folder, on rank 0's node.
     """
     source = Path(path)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0 and (os.environ.get("LOCAL_RANK", str(rank)) != "0" or not source.exists()):
+        return
     if not source.exists():
         raise FileNotFoundError(f"there is no {str(source)!r} to keep: save it before trainbus.checkpoint()")
     if not _is_in_run():
         _warn_outside(f"{source} is not kept")
-        return
-    if int(os.environ.get("RANK", "0")) != 0:
         return
     line: dict[str, Any] = {"kind": "keep", "path": str(_copy(source))}
     if step is not None:

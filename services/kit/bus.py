@@ -369,6 +369,15 @@ class Bus:
         """Open a key-value bucket of the topology."""
         return cast(KeyValue, await self._retry_while_away(lambda: self.js.key_value(bucket.name)))
 
+    async def put_in_bucket(self, bucket: topology.Bucket, key: str, value: bytes) -> None:
+        """Write the value of a key.
+
+        Raises:
+            TransientError: the server does not answer.
+        """
+        opened = await self.open_bucket(bucket)
+        await self._retry_while_away(lambda: opened.put(key, value))
+
     async def follow_bucket(
         self, bucket: topology.Bucket, pattern: str, *, idle_s: float, until_caught_up: bool = False
     ) -> AsyncIterator[list[BucketEntry]]:

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 #: Marks the folder of a run that has ended.
 ENDED_MARKER = "ended"
 #: What is uploaded, or can be fetched again.
-REFETCHABLE = ("code", "resume", "init", "checkpoints", "dataset", "data", "outputs", "trees", "kept")
+REFETCHABLE = ("code", "resume", "init", "checkpoints", "dataset", "data", "outputs", "trees", "kept", "peers")
 
 
 class DataDirLockedError(RuntimeError):

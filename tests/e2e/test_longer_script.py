@@ -148,39 +148,56 @@ async def test_a_script_begins_with_the_files_of_another_run(stack: Stack, tmp_p
     assert "files from" in shown.out
 
 
-#: Each rank writes a file, and waits until the test has read what is told of that.
+#: Each rank counts its starts in a file of its own; the last start ends once the test says so.
 RANKS = """
 import os, pathlib, sys, time
 
-rank = os.environ["RANK"]
-(pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"]) / f"rank_{rank}.txt").write_text(rank)
-while not pathlib.Path(sys.argv[1]).exists():
+rank, test = os.environ["RANK"], pathlib.Path(sys.argv[1])
+out = pathlib.Path(os.environ["TRAINBUS_OUTPUT_DIR"])
+print("finds", sorted(path.name for path in out.iterdir()), flush=True)
+mine = out / f"rank {rank}.txt"
+mine.write_text((mine.read_text() if mine.exists() else "") + "started ")
+(out / "shared.txt").write_text(os.environ["NODE_RANK"])
+while not (test / "end").exists():
     time.sleep(0.05)
+mine.write_text(mine.read_text() + "ended")
 """
 
 
-async def test_files_on_a_node_without_rank_0_are_told_of(stack: Stack, tmp_path: Path) -> None:
+async def test_the_files_of_all_nodes_are_kept(stack: Stack, tmp_path: Path) -> None:
     project = tmp_path / "ranks"
     project.mkdir()
     (project / "ranks.py").write_text(RANKS)
-    command = shlex.join(["python", "ranks.py", str(tmp_path / "told")])
+    command = shlex.join(["python", "ranks.py", str(tmp_path)])
     done = await stack.cli("submit", str(project), "--command", command, "--slots", "4")
     assert done.code == 0, done.text
     run_id = done.out.split()[0]
     placed = await stack.wait_for(run_id, "placed")
     [other] = [member for member in placed.members if 0 not in member.ranks]
-    warning = "files in the output folder of this node are not kept"
-    async with asyncio.timeout(DONE_S):
-        async for batch in stack.bus.follow("LOGS", (f"log.{run_id}.{min(other.ranks)}",)):
-            if any(warning in line for message in batch for line in message.event.lines):
-                break
-    (tmp_path / "told").write_text("")
+    files = {f"rank {rank}.txt" for rank in range(4)}
+    await stack.wait_for(run_id, "checkpoint_committed", DONE_S)
+
+    # Stopped in order: both nodes list what they have until then.
+    done = await stack.cli("drain", other.node_id)
+    assert done.code == 0, done.text
+    await stack.wait_for(run_id, "released", DONE_S)
+    done = await stack.cli("undrain", other.node_id)
+    assert done.code == 0, done.text
+    await stack.wait_for(run_id, "placed", condition=lambda fact: fact.generation == 2)
+    found = str(sorted((*files, "shared.txt")))
+    for rank in range(4):
+        async with asyncio.timeout(DONE_S):
+            async for batch in stack.bus.follow("LOGS", (f"log.{run_id}.{rank}",)):
+                if any(found in line for message in batch for line in message.event.lines):
+                    break
+    (tmp_path / "end").write_text("")
     completed = await stack.wait_for(run_id, "completed", DONE_S)
-    lost = ", ".join(f"rank_{rank}.txt" for rank in sorted(other.ranks))
-    assert f"2 files in the output folder of node {other.node_id} will not be kept ({lost})" in completed.notice
+    assert f"1 file of other nodes will not be kept (shared.txt of node {other.node_id})" in completed.notice
+    assert "rank" not in completed.notice.partition("shared.txt")[0]
     kept = tmp_path / "kept"
     done = await stack.cli("fetch", run_id, str(kept))
     assert done.code == 0, done.text
-    assert {path.name for path in kept.glob("rank_*.txt")} == {
-        f"rank_{rank}.txt" for rank in range(4) if rank not in other.ranks
+    assert {path.name: path.read_text() for path in kept.iterdir()} == {
+        **dict.fromkeys(files, "started started ended"),
+        "shared.txt": "0",
     }

@@ -37,6 +37,7 @@ TIMES = st.sampled_from(
 RECORDS = (
     f"$KV.{topology.LEASES.name}.node.x",
     *(f"$KV.{topology.JOBS.name}.{queue}.x" for queue in ("ingestion", "sharding", "scrub")),
+    f"$KV.{topology.OUTPUTS.name}.x.1.x",
 )
 NO_BODIES = (b"[" * 20_000, b"{}", b'{"holder": "x", "ttl_s": 1e999}', b'{"run_id": NaN}')
 

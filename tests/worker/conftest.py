@@ -234,8 +234,8 @@ def agent_process(world: World) -> Any:
     """Start agents as processes that can be killed."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start() -> subprocess.Popen[bytes]:
-        values = world.settings.model_dump(mode="json", exclude_none=True)
+    def start(**update: Any) -> subprocess.Popen[bytes]:
+        values = world.settings.model_copy(update=update).model_dump(mode="json", exclude_none=True)
         values["s3_secret_key"] = world.settings.s3_secret_key.get_secret_value()  # type: ignore[union-attr]
         settings = {
             f"TRAINBUS_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v) for k, v in values.items()

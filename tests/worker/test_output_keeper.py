@@ -90,7 +90,7 @@ def follower(tmp_path: Path) -> JournalFollower:
     return JournalFollower(JournalSource("r1", 1, "n1"), (0,), tmp_path, publish, time.time, interval_s=1.0)
 
 
-def keeper(tmp_path: Path, follower: JournalFollower, *pids: int, **changes: Any) -> OutputKeeper:
+def keeper(tmp_path: Path, follower: JournalFollower, *pids: int, peers: Any = None, **changes: Any) -> OutputKeeper:
     member = Member(node_id="n1", slots=(0,), ranks=(0,))
     spec = RunSpec.model_validate({"name": "script", "command": ["python", "train.py"]})
     placed = RunPlaced(
@@ -105,7 +105,7 @@ def keeper(tmp_path: Path, follower: JournalFollower, *pids: int, **changes: Any
     settings = WorkerSettings(node_id="n1", **{"output_interval_s": 0.01, "output_settle_s": 60.0, **changes})
     outputs = tmp_path / "outputs"
     outputs.mkdir(exist_ok=True)
-    return OutputKeeper(settings, placed, member, tmp_path, outputs, follower, lambda: list(pids))
+    return OutputKeeper(settings, placed, member, tmp_path, outputs, follower, lambda: list(pids), peers)
 
 
 def write_report(folder: Path) -> None:

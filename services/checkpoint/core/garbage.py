@@ -9,6 +9,8 @@ What makes it safe, although blobs are shared by content across runs and uploads
    than ``objects.REUSE_AGE_S`` (6 h); an older one it renews. So a blob from before the cutoff can be named by what the
    collection did not read only if an upload relied on it more than 42 hours before the collection began, and its facts
    came after that. ``grace`` leaves room for the slowest upload; the order of reading and listing does not matter.
+   What a script's nodes without rank 0 have uploaded is named by no fact until rank 0's node stages it. That node has
+   those blobs renewed every 6 h, and relies on them as on its own.
 3. An upload that relies on an older blob has the store write it again under another ETag (``ObjectStore.renew``), and
    a blob is deleted only while it has the ETag that it had when it was still old. So of a renewal and a deletion that
    cross, one finds out: the upload sends the blob again, or the collection leaves it.

@@ -1,8 +1,9 @@
 """The output folder of a script: what lies in it is kept as the run's checkpoint, a tree of plain files.
 
-The node of rank 0 copies files that are complete into ``trees/step_<n>`` of the generation's folder (unchanged ones are
-linked to the copy before), and gives the tree to the stager. The script may write on meanwhile. A copy happens when
-files have changed and settled, when the script asks for one (a ``keep`` line), when the run is stopped, and at its end.
+Each node copies files that are complete into ``trees/step_<n>`` of the generation's folder (unchanged ones are linked
+to the copy before), and gives the tree to the stager. The script may write on meanwhile. A copy happens when files have
+changed and settled, when the script asks for one (a ``keep`` line), when the run is stopped, and at its end. That of
+rank 0's node is a checkpoint, with the files that the other nodes have listed until then.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from contracts.formats import plural
-from contracts.manifest import run_of_manifest
+from contracts.manifest import encode_listing, run_of_manifest
+from contracts.node_outputs import OUTPUTS_FOLDER, REQUESTED_FOLDER, PackedFile
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
-from services.kit.kept_files import KeptLayout, list_files, pack_files
-from services.kit.store.files import is_inside
+from services.kit.kept_files import KeptLayout, list_files, pack_files, pack_node_files
+from services.kit.store.files import hash_file, is_inside
+from services.worker.checkpoints.peer_outputs import PeerOutputs, describe_unfinished
 from services.worker.core.journal import RankState
+from services.worker.core.output_merge import Conflict, PeerListing, merge_names, place_files
 from services.worker.core.output_versions import (
     FileVersion,
     SettledFiles,
@@ -36,7 +42,7 @@ from services.worker.core.output_versions import (
     unambiguous,
     written_before,
 )
-from services.worker.core.rank_environment import is_command
+from services.worker.core.rank_environment import is_command, node_rank_of
 from services.worker.launch.executor import log_path
 from services.worker.local_files import read_json, suppress_full_disk, write_if_space
 from services.worker.ranks.journal_follower import JournalFollower
@@ -63,6 +69,14 @@ MAX_NAMED_FILES = 3
 MAX_NAMED_PROBLEMS = 3
 #: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
 OUTPUTS_NAME = "outputs"
+#: Seconds for which a request on rank 0's node waits until other nodes have stored the same one of theirs, and for
+#: which it waits if their scripts have asked for nothing yet: they may never do so.
+REQUEST_WAIT_S = 600.0
+FIRST_REQUEST_WAIT_S = 30.0
+
+
+#: Files that another node wrote, too; those of a copy that could not be made; those that came too late.
+UnkeptKind = Literal["conflicts", "refused", "late"]
 
 
 class OutputLimitError(Exception):
@@ -84,6 +98,14 @@ class KeptState(BaseModel):
     #: The files at the root of the tree are those of the script's last request.
     is_requested: bool = False
     artifacts: list[str] = Field(default_factory=list)
+    #: The versions with which this generation began: what is still the same, the script has not written here.
+    laid_out: dict[str, FileVersion] = Field(default_factory=dict)
+    #: How many requests of the script this generation has come to.
+    requests: int = 0
+    #: Other node -> hash of its listing that the last tree has.
+    peer_digests: dict[str, str] = Field(default_factory=dict)
+    #: What the last copy lacks, and what to change, by the kind of problem.
+    unkept: dict[UnkeptKind, str] = Field(default_factory=dict)
     #: Problems that the run's log has already.
     warnings: list[str] = Field(default_factory=list)
     #: The checkpoint of another run that this one began with, RUN@STEP; None: it began with nothing, or goes on from
@@ -91,6 +113,26 @@ class KeptState(BaseModel):
     origin: str | None = None
     #: The step with which it began so; what it keeps itself is beyond that.
     origin_step: int = 0
+
+
+class NodeSnapshot(BaseModel):
+    """What a node without rank 0 has beside a packed tree: the part of its listing that no upload tells."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    packed: dict[str, PackedFile]
+    deleted: tuple[str, ...]
+    requests: int
+
+
+def peer_files_path(packed: Path) -> Path:
+    """Return where the list of other nodes' files is that belong to a packed tree."""
+    return packed.with_name(f"{packed.name}.peers.json")
+
+
+def node_snapshot_path(packed: Path) -> Path:
+    """Return where the ``NodeSnapshot`` of a packed tree is."""
+    return packed.with_name(f"{packed.name}.node.json")
 
 
 class LeaseError(Exception):
@@ -194,7 +236,7 @@ FindComplete = Callable[[OutputTree], Awaitable[tuple[OutputTree, set[str]] | No
 
 
 class OutputKeeper:
-    """Keeps the output folder of one generation. It does nothing on nodes without rank 0, and for tasks."""
+    """Keeps the output folder of one generation on one node. It does nothing for tasks."""
 
     def __init__(
         self,
@@ -205,27 +247,29 @@ class OutputKeeper:
         outputs: Path,
         follower: JournalFollower,
         pids: Callable[[], list[int]],
+        peers: PeerOutputs | None = None,
     ) -> None:
         """Keep ``outputs``, the output folder.
 
         Args:
             pids: the processes of the run's scripts on this node; none once one has failed.
+            peers: what the other nodes have written; None on a node without rank 0.
         """
         self._settings, self._folder, self._outputs, self._follower = settings, folder, outputs, follower
-        self._pids = pids
-        self._rank = min(member.ranks)
+        self._pids, self._peers = pids, peers
+        self._rank, self._node_rank = min(member.ranks), node_rank_of(placed, member)
         # An evaluation has a result, and nothing to keep.
-        self._is_command = is_command(placed.spec) and placed.spec.kind == "train"
+        self._is_active = is_command(placed.spec) and placed.spec.kind == "train"
         self._run_id, self._node_id = placed.run_id, member.node_id
-        #: Which files of a node without rank 0 are lost, and what to change; '' if none are.
-        self.unkept_notice = ""
-        self._is_active = self._is_command and self._rank == 0
         self._path = folder / "outputs.json"
         self._state = KeptState.model_validate(read_json(self._path) or {})
         self._settled = SettledFiles(settings.output_settle_s)
         self._lock = asyncio.Lock()
         self._next_at = 0.0
         self._began_at = time.monotonic()
+        #: When the oldest request began to wait for other nodes, and the nodes for which it did in vain.
+        self._waits_since: float | None = None
+        self._silent_nodes: set[str] = set()
         #: Whether the file system gives each write its own time; None: not tried yet.
         self._stamps_every_write: bool | None = None
 
@@ -238,9 +282,16 @@ class OutputKeeper:
     @property
     def has_kept(self) -> bool:
         """Whether this generation or one before has kept anything; true where others keep it."""
-        if not self._is_active or any(state.artifacts for state in self._follower.state.ranks.values()):
+        if not self._is_active or self._rank != 0:
+            return True
+        if any(state.artifacts for state in self._follower.state.ranks.values()):
             return True
         return self._state.step > self._state.origin_step
+
+    @property
+    def unkept_notice(self) -> str:
+        """Which files the last copy lacks, and what to change; '' if it has all."""
+        return "; ".join(self._state.unkept.values())
 
     @property
     def origin(self) -> str | None:
@@ -264,8 +315,10 @@ class OutputKeeper:
             self._state.origin, self._state.origin_step = origin, ref.step
         if layout is not None:
             self._state.artifacts = list(layout.artifacts)
-            self._state.is_requested = layout.outputs != ""
+            # What the checkpoint has of requests is rank 0's to keep.
+            self._state.is_requested = self._rank == 0 and layout.outputs != ""
             self._state.versions = scan(self._outputs, self._settings.output_max_files).versions
+            self._state.laid_out = dict(self._state.versions)
             self._state.tree = str(self._link_resumed(ref.step, folder, layout))
             self._follower.continue_matches(self._rank, layout.matches)
         self._save()
@@ -279,6 +332,7 @@ class OutputKeeper:
         self._state.origin = self._name_origin(ref)
         if layout is not None and layout.outputs is not None:
             self._state.versions = scan(self._outputs, self._settings.output_max_files).versions
+            self._state.laid_out = dict(self._state.versions)
             tree = self._tree(0)
             shutil.rmtree(tree, ignore_errors=True)
             list(_link_tree(folder / layout.outputs, tree / "outputs"))
@@ -304,10 +358,6 @@ class OutputKeeper:
 
     async def run(self) -> None:
         """Keep what changes until cancelled."""
-        while self._is_command and not self._is_active and not self.unkept_notice:
-            # While the script can still be changed, not only at its end.
-            await self._warn_of_unkept()
-            await asyncio.sleep(self._settings.output_interval_s)
         while self._is_active:
             kept = self._state.step
             took_s = await self._poll()
@@ -330,7 +380,6 @@ class OutputKeeper:
             written_at_stop: the files that it was writing at that moment; None: unknown.
         """
         if not self._is_active:
-            await self._warn_of_unkept()
             return
 
         async def find_complete(tree: OutputTree) -> tuple[OutputTree, set[str]]:
@@ -345,20 +394,19 @@ class OutputKeeper:
             await self._keep_requested(0, find_complete)
             await self._keep_changes(find_complete)
 
-    async def _warn_of_unkept(self) -> None:
-        """Write into the run's log that files on a node without rank 0 are not kept."""
-        if not self._is_command:
+    async def add_last_of_peers(self, *, tells_unfinished: bool) -> None:
+        """Keep what other nodes have listed since ``finish``, and note whose last list did not come."""
+        if not self._is_active or self._peers is None:
             return
-        tree = await self._scan()
-        unkept = sorted(set(tree.versions.items()) - set(self._state.versions.items())) if tree is not None else []
-        if not unkept:
-            return
-        names = ", ".join(name for name, _ in unkept[:MAX_NAMED_FILES])
-        self.unkept_notice = (
-            f"{plural(len(unkept), 'file')} in the output folder of node {self._node_id} will not be kept ({names}): "
-            "only those on the node of rank 0 are, so have rank 0 write them"
-        )
-        self._warn("files in the output folder of this node are not kept: write them in rank 0, on its node")
+
+        async def find_complete(tree: OutputTree) -> tuple[OutputTree, set[str]]:
+            return tree, set()  # of this node's files the last copies stand
+
+        async with self._lock:
+            await self._keep_changes(find_complete)
+        if tells_unfinished and (unfinished := self._peers.unfinished):
+            self._state.unkept["late"] = describe_unfinished(unfinished)
+            self._warn(self._state.unkept["late"])
 
     async def _poll(self) -> float:
         """Keep what the script asked for, or what has changed; return the seconds it took."""
@@ -430,6 +478,7 @@ class OutputKeeper:
         try:
             tree = await run_in_thread(scan, self._outputs, self._settings.output_max_files)
         except (OutputLimitError, OSError) as error:
+            self._note_refused(error)
             self._warn(str(error))
             return None
         if tree.refused:
@@ -445,11 +494,14 @@ class OutputKeeper:
         if observed is None:
             return
         tree, complete, kept = observed.tree, observed.complete, self._state.versions
-        changed = any(kept.get(name) != tree.versions[name] for name in complete)
+        peers = self._peers.digests if self._peers is not None else {}
+        changed = any(kept.get(name) != tree.versions[name] for name in complete) or peers != self._state.peer_digests
         all_complete = len(complete) == len(tree.versions)
         if not changed and not (all_complete and kept.keys() - tree.versions.keys()):
+            if all_complete:
+                self._state.unkept.pop("refused", None)
             return
-        if not tree.versions:
+        if not tree.versions and peers == self._state.peer_digests:
             return  # an emptied folder: the last kept state stays
         reported = observed.reported
         if reported.keeps:
@@ -462,14 +514,35 @@ class OutputKeeper:
         while state.keeps:
             line = state.keeps[0]
             if max_waiting and len(state.keeps) > max_waiting:
+                self._state.requests += 1
                 self._warn("checkpoints are requested faster than they can be kept: some are left out")
             else:
-                is_busy = max_waiting and len(self._follower.state.snapshots) >= max_waiting
-                if is_busy or not await self._keep_request(line, find_complete):
+                is_busy = len(self._follower.state.snapshots) >= max_waiting or self._waits_for_peers()
+                if (max_waiting and is_busy) or not await self._keep_request(line, find_complete):
                     return
             self._remove_request(line)
             state.keeps.pop(0)
             await self._follower.save()
+
+    def _waits_for_peers(self) -> bool:
+        """Whether other nodes are still to store what their scripts asked to keep at the same moment."""
+        if self._peers is None:
+            return False
+        peers, number = self._peers, self._state.requests + 1
+        behind = {node_id for node_id in peers.unfinished if peers.requests_of(node_id) < number}
+        self._silent_nodes &= behind
+        behind -= self._silent_nodes
+        if not behind:
+            self._waits_since = None
+            return False
+        now = time.monotonic()
+        self._waits_since = self._waits_since or now
+        limit_s = REQUEST_WAIT_S if any(map(peers.requests_of, behind)) else FIRST_REQUEST_WAIT_S
+        if now - self._waits_since < limit_s:
+            return True
+        self._silent_nodes |= behind
+        self._waits_since = None
+        return False
 
     async def _keep_request(self, line: KeepLine, find_complete: FindComplete) -> bool:
         """Keep what the script asked for; return False if that has to wait for the script's end."""
@@ -480,6 +553,7 @@ class OutputKeeper:
         observed = await self._observe(find_complete, OutputTree({}))
         if observed is None:
             return False
+        self._state.requests += 1
         await self._keep_tree(observed, source, line.step, line.epoch or 0, line.metrics or {})
         return True
 
@@ -504,12 +578,19 @@ class OutputKeeper:
             source: what the script asked to keep; None: the output folder is what is kept.
         """
         number = next_step(step, self._state.step)
+        # At one moment: the listings may be replaced while the tree is written.
+        digests = dict(self._peers.digests) if self._peers is not None else {}
+        listings = self._peers.listings if self._peers is not None else ()
         self._state.artifacts = list(dict.fromkeys([*self.artifacts, *observed.reported.artifacts]))
         try:
-            versions = await run_in_thread(self._write_tree, number, observed, source)
+            versions = await run_in_thread(self._write_tree, number, observed, source, listings)
         except (OutputLimitError, OSError, shutil.Error) as error:
+            self._note_refused(error)
             self._warn(f"files are not kept: {error}")
+            for leftover in (self._tree(number), self._packed(number)):
+                await asyncio.to_thread(shutil.rmtree, leftover, True)
             return
+        self._state.peer_digests = digests
         if versions is None:
             return
         old, self._state.tree = self._state.tree, str(self._tree(number))
@@ -531,7 +612,13 @@ class OutputKeeper:
         if old is not None:
             await asyncio.to_thread(shutil.rmtree, old, True)
 
-    def _write_tree(self, step: int, observed: Observation, source: Path | None) -> dict[str, FileVersion] | None:
+    def _note_refused(self, error: Exception) -> None:
+        files = "the last files" if self._rank == 0 else f"the last files of node {self._node_id}"
+        self._state.unkept["refused"] = f"{files} are not kept: {error}"
+
+    def _write_tree(
+        self, step: int, observed: Observation, source: Path | None, listings: Sequence[PeerListing]
+    ) -> dict[str, FileVersion] | None:
         """Write the tree and its packed form; return the versions of the output folder's files in it.
 
         A tree of no files at all is None.
@@ -542,34 +629,108 @@ class OutputKeeper:
             shutil.rmtree(leftover, ignore_errors=True)
         self._check_size(tree, source)
         before = Path(self._state.tree) if self._state.tree is not None else None
-        files: dict[str, Path] = {}
+        requested: dict[str, Path] = {}
         if source is not None:
-            copied = _copy_requested(source, target / "requested", self._outputs)
-            files |= copied
+            requested = _copy_requested(source, target / "requested", self._outputs)
         elif self._state.is_requested and before is not None:
             # The last requested checkpoint stays what it is; only the output folder has changed.
-            files |= dict(_link_tree(before / "requested", target / "requested"))
+            requested = dict(_link_tree(before / "requested", target / "requested"))
         versions = dict(self._copy_outputs(tree, complete, before, target / "outputs"))
-        prefix: str | None = ""
-        if files:
-            prefix = _free_name(files) if versions else None
-        files |= {f"{prefix}/{name}" if prefix else name: target / "outputs" / name for name in versions}
-        if not files:
+        outputs = {name: target / "outputs" / name for name in versions}
+        if self._rank != 0:
+            self._pack_for_rank_0(requested, outputs, versions, packed)
+        elif not self._pack(requested, outputs, versions, listings, observed.reported.matches_end, packed):
             shutil.rmtree(target, ignore_errors=True)
             return None
-        matches = observed.reported.matches_end
-        pack_files(files, KeptLayout(outputs=prefix, artifacts=tuple(self.artifacts), matches=matches), packed)
+        self._state.unkept.pop("refused", None)
         return versions
+
+    def _pack(
+        self,
+        requested: Mapping[str, Path],
+        outputs: Mapping[str, Path],
+        versions: Mapping[str, FileVersion],
+        listings: Sequence[PeerListing],
+        matches: dict[str, int],
+        packed: Path,
+    ) -> bool:
+        """Write the packed form of a checkpoint, with the files of other nodes; return False if there are no files.
+
+        Raises:
+            OutputLimitError: the files of all nodes are too many or too large.
+        """
+        written = {name: versions[name] != self._state.laid_out.get(name) for name in outputs}
+        # Before this generation's first request they are those of the checkpoint that it resumed.
+        asked_here = dict.fromkeys(requested, self._state.requests > 0)
+        asked = merge_names(asked_here, listings, REQUESTED_FOLDER, lambda name: hash_file(requested[name]))
+        merged = merge_names(written, listings, OUTPUTS_FOLDER, lambda name: hash_file(outputs[name]))
+        standing_requests = asked.own.union(*asked.peers.values())
+        prefix = _free_name(standing_requests) if standing_requests else ""
+        taken = [
+            place_files(peer, merged.peers[peer.node_rank], asked.peers[peer.node_rank], prefix) for peer in listings
+        ]
+        files = {name: requested[name] for name in asked.own}
+        files |= {f"{prefix}/{name}" if prefix else name: outputs[name] for name in merged.own}
+        count = len(files) + sum(each.count for each in taken)
+        if count == 0:
+            return False
+        has_outputs = bool(merged.own or any(merged.peers.values()))
+        size_bytes = sum(path.stat().st_size for path in files.values()) + sum(each.size_bytes for each in taken)
+        if taken:
+            self._check_limits(count, size_bytes, f"with those of {plural(len(taken), 'other node')} ")
+        layout = KeptLayout(
+            outputs=prefix if has_outputs or not standing_requests else None,
+            artifacts=tuple(self.artifacts),
+            matches=matches,
+            node_packs={name: left_out for each in taken for name, left_out in each.packs.items()},
+        )
+        pack_files(files, layout, packed)
+        _write_peer_files([file for each in taken for file in each.files], packed)
+        self._note_conflicts([*asked.conflicts, *merged.conflicts])
+        return True
+
+    def _note_conflicts(self, conflicts: Sequence[Conflict]) -> None:
+        had_any = self._state.unkept.pop("conflicts", None) is not None
+        if conflicts:
+            self._state.unkept["conflicts"] = _describe_conflicts(conflicts)
+            if not had_any:
+                self._warn(self._state.unkept["conflicts"])
+
+    def _pack_for_rank_0(
+        self,
+        requested: Mapping[str, Path],
+        outputs: Mapping[str, Path],
+        versions: Mapping[str, FileVersion],
+        packed: Path,
+    ) -> None:
+        """Write the packed form of what this node's script has written, for the checkpoints of rank 0's node."""
+        laid_out = self._state.laid_out
+        files = {f"{REQUESTED_FOLDER}/{name}": path for name, path in requested.items()}
+        files |= {
+            f"{OUTPUTS_FOLDER}/{name}": path for name, path in outputs.items() if versions[name] != laid_out.get(name)
+        }
+        in_pack = pack_node_files(files, self._node_rank, packed)
+        snapshot = NodeSnapshot(
+            packed={
+                path: PackedFile(sha256=hash_file(files[path]), size_bytes=files[path].stat().st_size)
+                for path in sorted(in_pack)
+            },
+            deleted=tuple(sorted(laid_out.keys() - versions.keys())),
+            requests=self._state.requests,
+        )
+        node_snapshot_path(packed).write_text(snapshot.model_dump_json())
 
     def _copy_outputs(
         self, tree: OutputTree, complete: set[str], before: Path | None, target: Path
     ) -> Iterable[tuple[str, FileVersion]]:
         """Yield what lies in ``target`` then: changed files that are complete are copied, of others the last copy is.
 
-        While a file is incomplete, a file that was removed stays: the one may be about to replace the other.
+        While a file is incomplete, a file that was removed stays: the one may be about to replace the other. So do all
+        files of a folder that is empty now.
         """
         kept = self._state.versions
-        removed = kept.keys() - tree.versions.keys() if complete != set(tree.versions) else set()
+        is_whole = bool(tree.versions) and complete == set(tree.versions)
+        removed = set() if is_whole else kept.keys() - tree.versions.keys()
         for name in [*tree.versions, *sorted(removed)]:
             copy = target / name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -588,15 +749,23 @@ class OutputKeeper:
         if source is not None:
             asked = sum(path.stat().st_size for _, path in list_files(source)) if source.is_dir() else 0
             size, new = size + asked, new + asked
-        limit = self._settings.output_max_bytes
-        if size > limit:
-            raise OutputLimitError(
-                f"they take {size:,} bytes, more than the limit of {limit:,}: remove old ones, or raise "
-                "TRAINBUS_OUTPUT_MAX_BYTES"
-            )
+        self._check_limits(len(tree.versions), size)
         free = shutil.disk_usage(self._folder).free
         if new + FREE_BYTES > free:
             raise OutputLimitError(f"a copy of {new:,} bytes does not fit the node's disk, which has {free:,} free")
+
+    def _check_limits(self, count: int, size_bytes: int, among: str = "") -> None:
+        limit, max_files = self._settings.output_max_bytes, self._settings.output_max_files
+        if size_bytes > limit:
+            raise OutputLimitError(
+                f"{among}they take {size_bytes:,} bytes, more than the limit of {limit:,}: remove old ones, or raise "
+                "TRAINBUS_OUTPUT_MAX_BYTES"
+            )
+        if count > max_files:
+            raise OutputLimitError(
+                f"{among}they are {count:,} files, more than the limit of {max_files:,}: pack them into fewer, or "
+                "raise TRAINBUS_OUTPUT_MAX_FILES"
+            )
 
     def _tree(self, step: int) -> Path:
         return self._folder / "trees" / f"step_{step}"
@@ -652,6 +821,21 @@ def write_to_log(folder: Path, text: str, rank: int = 0) -> None:
     log.info("wrote to the run's output", text=text)
     with suppress_full_disk(), log_path(folder, rank).open("ab") as output:
         output.write(f"trainbus: {text}\n".encode())
+
+
+def _write_peer_files(files: Sequence[CheckpointFile], packed: Path) -> None:
+    path = peer_files_path(packed)
+    path.unlink(missing_ok=True)
+    if files:
+        path.write_bytes(encode_listing(files))
+
+
+def _describe_conflicts(conflicts: Sequence[Conflict]) -> str:
+    names = ", ".join(f"{each.name} of node {each.node_id}" for each in conflicts[:MAX_NAMED_FILES])
+    return (
+        f"{plural(len(conflicts), 'file')} of other nodes will not be kept ({names}): a node of a lower rank wrote "
+        "other content under the same name, so have each node write names of its own, for example with NODE_RANK"
+    )
 
 
 def _free_name(files: Iterable[str]) -> str:

@@ -8,18 +8,22 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
-from contracts import subjects
+from contracts import subjects, topology
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, FileListing
 from contracts.events.run import Artifact, Member, RunPlaced
+from contracts.manifest import files_of
+from contracts.node_outputs import NodeOutputs, NodeOutputsRef
 from contracts.ranks import CheckpointLine
 from services.kit.bus import PoisonMessage
 from services.kit.store.files import is_inside
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
+from services.worker.checkpoints.output_folder import NodeSnapshot, node_snapshot_path, peer_files_path
 from services.worker.checkpoints.uploader import (
     CheckpointUploader,
     UploadError,
@@ -28,6 +32,8 @@ from services.worker.checkpoints.uploader import (
     upload_files,
 )
 from services.worker.core.checkpoint_chunks import DeltaBases
+from services.worker.core.rank_environment import is_command
+from services.worker.local_files import write_if_space
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import JournalFollower, Publish
 from services.worker.retry import retry_transient
@@ -39,7 +45,10 @@ KEEP_FOLDERS = 2
 
 
 class CheckpointStager:
-    """Stages the checkpoints of one generation's local ranks, in the order of their steps."""
+    """Stages the checkpoints of one generation's local ranks, in the order of their steps.
+
+    What a script writes on a node without rank 0 is listed in the bucket OUTPUTS instead: the node of rank 0 stages it.
+    """
 
     def __init__(
         self,
@@ -52,6 +61,9 @@ class CheckpointStager:
     ) -> None:
         self._context, self._placed, self._member = context, placed, member
         self._folder, self._follower, self._publish = folder, follower, publish
+        self._lists_outputs = is_command(placed.spec) and placed.spec.kind == "train" and 0 not in member.ranks
+        #: What the bucket has of this node, or is to have.
+        self._ref_path = folder / "node_outputs.json"
 
     async def run(self) -> None:
         """Stage each checkpoint that all local ranks have completed, until cancelled."""
@@ -63,6 +75,13 @@ class CheckpointStager:
     async def stage_rest(self) -> None:
         """Stage the rest, also what only some of the ranks completed."""
         await self._stage_ready(at_end=True)
+        if self._lists_outputs:
+            await retry_transient(partial(self._put_ref, is_final=True), "the last list of files is not published yet")
+
+    @property
+    def has_listed_all(self) -> bool:
+        """Whether rank 0's node knows of all that the script has left on this node, which has not rank 0."""
+        return self._lists_outputs and self._read_ref().is_final
 
     @property
     def has_rest(self) -> bool:
@@ -91,7 +110,8 @@ class CheckpointStager:
         started = time.monotonic()
         try:
             paths = await asyncio.to_thread(collect_files, list(lines.values()), self._folder)
-            size_bytes = await self._upload(step, lines, paths)
+            stage = self._list_outputs if self._lists_outputs else self._upload
+            size_bytes = await stage(step, lines, paths)
         except (UploadError, FileNotFoundError, PoisonMessage) as error:
             log.error("a checkpoint cannot be staged and is skipped", step=step, error=str(error))
             await self._remove_step(step)
@@ -106,7 +126,8 @@ class CheckpointStager:
                 placed.spec.experiment, placed.run_id, epoch, step, placed.generation, self._member.node_id
             )
             await write_pointer(context.objects, context.settings.bucket_models, key, paths)
-        state.staged_step = max(step, state.staged_step or 0)
+        if not self._lists_outputs:
+            state.staged_step = max(step, state.staged_step or 0)
         state.staged_folders[step] = [line.folder for line in lines.values()]
         await self._remove_step(step)
         await asyncio.to_thread(self._remove_old_folders)
@@ -134,6 +155,9 @@ class CheckpointStager:
             context.objects, context.settings.bucket_models, context.cache, context.known_blobs, bases
         )
         files = await uploader.upload(paths)
+        if peer_files := await asyncio.to_thread(_read_peer_files, self._path_of(lines)):
+            await uploader.renew(peer_files)
+            files = tuple(sorted((*files, *peer_files), key=lambda file: file.path))
         staged = self._describe(step, lines, files, await uploader.upload_listing(files))
         await self._publish(staged)
         log.info(
@@ -145,6 +169,43 @@ class CheckpointStager:
             seconds=round(time.monotonic() - started, 3),
         )
         return staged.size_bytes
+
+    def _path_of(self, lines: Mapping[int, CheckpointLine]) -> Path:
+        return self._folder / next(iter(lines.values())).folder
+
+    async def _list_outputs(self, step: int, lines: Mapping[int, CheckpointLine], paths: dict[str, Path]) -> int:
+        """Upload what the script has written on this node, and list it for the node of rank 0; return its bytes.
+
+        Raises:
+            UploadError: it cannot be uploaded.
+        """
+        context = self._context
+        uploader = CheckpointUploader(
+            context.objects, context.settings.bucket_models, context.cache, context.known_blobs
+        )
+        content = await asyncio.to_thread(node_snapshot_path(self._path_of(lines)).read_bytes)
+        snapshot = NodeSnapshot.model_validate_json(content)
+        files = await uploader.upload(paths)
+        listed = NodeOutputs(files=files, packed=snapshot.packed, deleted=snapshot.deleted)
+        listing = await uploader.store_listing(listed.model_dump_json(exclude_defaults=True).encode(), files)
+        await self._put_ref(listing=listing, requests=snapshot.requests)
+        log.info("outputs listed", step=step, files=len(files), bytes=listing.files_bytes)
+        return listing.files_bytes
+
+    async def _put_ref(self, **changes: Any) -> None:
+        ref = self._read_ref().model_copy(update=changes)
+        # Before it is published: a restarted agent must not list less.
+        await asyncio.to_thread(write_if_space, self._ref_path, ref.model_dump_json())
+        await self._context.bus.put_in_bucket(topology.OUTPUTS, ref.key, ref.model_dump_json().encode())
+
+    def _read_ref(self) -> NodeOutputsRef:
+        if self._ref_path.is_file():
+            return NodeOutputsRef.model_validate_json(self._ref_path.read_bytes())
+        return NodeOutputsRef(
+            run_id=self._placed.run_id,
+            generation=self._placed.generation,
+            node_id=self._member.node_id,
+        )
 
     def _describe(
         self,
@@ -201,6 +262,13 @@ class CheckpointStager:
                 path = self._folder / name
                 if path != self._folder and is_inside(path, self._folder):
                     shutil.rmtree(path, ignore_errors=True)
+                    for beside in (peer_files_path(path), node_snapshot_path(path)):
+                        beside.unlink(missing_ok=True)
+
+
+def _read_peer_files(packed: Path) -> tuple[CheckpointFile, ...]:
+    path = peer_files_path(packed)
+    return files_of(path.read_bytes()) if path.is_file() else ()
 
 
 def ready_steps(checkpoints: Mapping[int, Sequence[CheckpointLine]], *, at_end: bool) -> list[int]:

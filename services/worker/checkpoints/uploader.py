@@ -133,8 +133,14 @@ class CheckpointUploader:
             UploadError: it is longer than any reader reads.
         """
         content = await asyncio.to_thread(encode_listing, files)
-        if len(content) <= MAX_INLINE_BYTES:
-            return None
+        return None if len(content) <= MAX_INLINE_BYTES else await self.store_listing(content, files)
+
+    async def store_listing(self, content: bytes, files: Sequence[CheckpointFile]) -> FileListing:
+        """Store a list of files; return where it is.
+
+        Raises:
+            UploadError: it is longer than any reader reads.
+        """
         if len(content) > MAX_LISTING_BYTES:
             chunks = sum(len(file.chunks) for file in files)
             raise UploadError(
@@ -146,6 +152,30 @@ class CheckpointUploader:
             await self._store(content, digest)
         files_bytes = sum(file.size_bytes for file in files)
         return FileListing(uri=self._uri(digest), sha256=digest, size_bytes=len(content), files_bytes=files_bytes)
+
+    async def renew(self, files: Iterable[CheckpointFile]) -> None:
+        """Have the store hold young blobs of files that another node has uploaded.
+
+        Raises:
+            UploadError: it no longer has one.
+        """
+        for uri in dict.fromkeys(uri for file in files for uri in file.uris):
+            if not self._known.has(blob_sha256(uri)):
+                await self._renew_blob(uri)
+
+    async def _renew_blob(self, uri: str) -> None:
+        for _ in range(MAX_LOOKS):
+            begun = datetime.now(UTC)
+            with suppress(ObjectChanged):
+                there = await self._find(uri)
+                if there is None:
+                    raise UploadError(f"the store has lost {uri}, which another node has uploaded")
+                is_old = not is_young(there.modified_at)
+                if is_old and not await self._objects.renew(there):
+                    await self._replace(there, await self._objects.get(uri, etag=there.etag))
+                self._known.add(blob_sha256(uri), begun if is_old else there.modified_at)
+                return
+        raise TransientError(f"{uri} changed each of the {MAX_LOOKS} times that it was looked at")
 
     async def _upload_file(self, name: str, path: Path) -> CheckpointFile:
         with path.open("rb") as file:

@@ -179,16 +179,21 @@ def _script_variables(placed: RunPlaced, rank: int, place: NodeEnvironment) -> d
 
 def _launcher_variables(placed: RunPlaced, member: Member) -> dict[str, str]:
     """Return what torchrun sets besides: libraries recognise by it that the processes are there already."""
-    nodes = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
-    node_rank = next(number for number, each in enumerate(nodes) if each.node_id == member.node_id)
+    node_rank = node_rank_of(placed, member)
     return {
         "NODE_RANK": str(node_rank),
         "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "GROUP_WORLD_SIZE": str(sum(1 for each in placed.members if each.ranks)),
         "TORCHELASTIC_RUN_ID": placed.run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
+
+
+def node_rank_of(placed: RunPlaced, member: Member) -> int:
+    """Return the place of a node among those of its generation; that of rank 0 is 0."""
+    nodes = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
+    return next(number for number, each in enumerate(nodes) if each.node_id == member.node_id)
 
 
 def choose_data_dir(spec: RunSpec, folder: PurePosixPath, working_folder: PurePosixPath) -> PurePosixPath:

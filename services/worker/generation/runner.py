@@ -30,6 +30,7 @@ from services.worker.cache.late_input import LateInput
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.partial_checkpoint import PartialCheckpoint
 from services.worker.checkpoints.output_folder import OutputKeeper, describe_unkept, write_to_log
+from services.worker.checkpoints.peer_outputs import PeerOutputs
 from services.worker.checkpoints.stager import CheckpointStager
 from services.worker.checkpoints.survivor_state import (
     remove_survivor_checkpoints,
@@ -77,6 +78,8 @@ T = TypeVar("T")
 CRASH_UPLOAD_S = 20.0
 #: Seconds, at least, for what finished ranks left, checkpoint and artifacts, to be stored, however short the grace is.
 FINISHED_UPLOAD_S = 10.0
+#: Part of a stop's grace in which rank 0's node waits for the last files of other nodes; the rest is for storing them.
+PEER_WAIT_SHARE = 0.75
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 
@@ -107,6 +110,11 @@ class GenerationRunner:
         )
         self._reports = ReportPublisher(files, self._publish, self._is_published)
         self._build_report = ReportBuilder(self.placed, self.member.node_id)
+        #: What a script writes on the generation's other nodes; None if there are none, or another node keeps it.
+        self._peers: PeerOutputs | None = None
+        is_script = is_command(self.placed.spec) and self.placed.spec.kind == "train"
+        if is_script and 0 in self.member.ranks and sum(1 for each in self.placed.members if each.ranks) > 1:
+            self._peers = PeerOutputs(context, self.placed, self.member, files.folder)
         #: Until when what finished ranks left is stored in any case, by the monotonic clock.
         self._finished_until: float | None = None
 
@@ -218,7 +226,8 @@ class GenerationRunner:
         control = ControlSocket(self.files.socket, self.placed.generation, follower.ring_doorbell, dataset, checkpoint)
         # The ranks of an earlier life need their agent although the store may be away.
         reopening = self._reopen_inputs(dataset, checkpoint, follower, pins) if inputs is None else _do_nothing()
-        async with control, _background(reopening), _background(follower.run()) as following:
+        peers = self._peers.follow() if self._peers is not None else _do_nothing()
+        async with control, _background(reopening), _background(peers), _background(follower.run()) as following:
             if inputs is not None:
                 await self._launch(inputs)
             async with _background(stager.run()) as staging, _background(self._keeper.run()) as keeping:
@@ -226,9 +235,11 @@ class GenerationRunner:
                 await cancel_and_wait(following)
                 await follower.drain()
                 await cancel_and_wait(keeping)
+                await self._wait_for_peers()
                 await self._finish_outputs(follower)
                 await cancel_and_wait(staging)
                 await self._upload_rest(follower, stager)
+                await self._add_last_of_peers(follower, stager)
             return await self._decide_report(follower, stager)
 
     # -- prepare ------------------------------------------------------------
@@ -324,7 +335,9 @@ class GenerationRunner:
         folder = self.files.folder
         settings = self._context.settings
         outputs = output_dir or folder / "outputs"
-        return OutputKeeper(settings, self.placed, self.member, folder, outputs, follower, self._script_pids)
+        return OutputKeeper(
+            settings, self.placed, self.member, folder, outputs, follower, self._script_pids, self._peers
+        )
 
     def _script_pids(self) -> list[int]:
         """Return the processes that may write into the output folder; none once one has failed or all are to end."""
@@ -356,9 +369,37 @@ class GenerationRunner:
             stopped_at=stopped_at if was_stopped else None,
             written_at_stop=written,
         )
-        if self._have_finished and self._requests.stop is None and (notice := self._notice()):
-            write_to_log(self.files.folder, notice)
+        if self._have_finished and not self._keeper.has_kept and self._requests.stop is None:
+            write_to_log(self.files.folder, self._notice())
         await follower.drain()  # what was written there meanwhile
+
+    async def _wait_for_peers(self) -> None:
+        """Wait for what the other nodes' scripts write until their end, if this one's is done and no stop comes."""
+        if self._peers is None or not self._have_finished:
+            return
+        waiting = asyncio.create_task(self._peers.wait_until_final())
+        try:
+            while not waiting.done() and self._requests.stop is None:
+                self._requests.raise_if_dropped()
+                await self._requests.wait_for_task(waiting, POLL_S)
+        finally:
+            await cancel_and_wait(waiting)
+
+    async def _add_last_of_peers(self, follower: JournalFollower, stager: CheckpointStager) -> None:
+        """Add what other nodes list while this one is stopped to what it has stored itself by now.
+
+        Where a rank here has failed, the others run on: what they have listed by now is all there is.
+        """
+        if self._peers is None:
+            return
+        has_failed = self._requests.stop is None and first_failure(self._group.exits) is not None
+        if not has_failed:
+            grace_s = self._requests.remaining_grace_s()
+            limit_s = FINISHED_UPLOAD_S if grace_s is None else grace_s * PEER_WAIT_SHARE
+            await self._within_grace(self._peers.wait_until_final(), limit_s)
+        await self._keeper.add_last_of_peers(tells_unfinished=not has_failed)
+        await follower.drain()
+        await self._upload_rest(follower, stager)
 
     # -- launch -------------------------------------------------------------
 
@@ -553,7 +594,7 @@ class GenerationRunner:
             return self._build_report.released(position, clean=False, detail=detail)
         clean = (committed and step is not None and step >= position.step) or position.step <= position.resumed_step
         if is_command(self.placed.spec):
-            clean = committed
+            clean = committed or stager.has_listed_all
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._build_report.released(position, clean=clean, detail=detail)
 

@@ -316,10 +316,8 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | QueueRun
     metrics = tuple(exited.metrics.items()) if exited else ()
     if exited is None:
         return CompleteRun(run.run_id, run.generation, checkpoint, metrics, ())
-    # The node of rank 0 tells that nothing is kept; any other one, that what lies there is not.
-    notices = [exited.notice] if checkpoint is None else []
-    notices += [part.exit.notice for part in run.parts.values() if part.exit is not None and part is not first]
-    notice = "; ".join(filter(None, notices))
+    exits = [exited, *(part.exit for part in run.parts.values() if part is not first)]
+    notice = "; ".join(each.notice for each in exits if each is not None and each.notice)
     return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts, notice)
 
 

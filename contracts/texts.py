@@ -85,6 +85,21 @@ def _prepared(fact: run.RunPrepared) -> str:
     return "data ready: " + "; ".join(f"{name}: {_describe_samples(each)}" for name, each in fact.datasets.items())
 
 
+def staging_text(dataset: run.RunPrepared, node_ids: Iterable[str]) -> str:
+    """Return which files are copied to which nodes."""
+    names = [name or each.dataset_id[:12] for name, each in dataset.by_name.items()]
+    datasets = f"dataset{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    nodes = list(node_ids)
+    more = f" and {len(nodes) - MAX_NAMED} more" if len(nodes) > MAX_NAMED else ""
+    return f"the files of {datasets} are being copied to {', '.join(nodes[:MAX_NAMED])}{more}"
+
+
+def _staged_files(fact: node.NodeStaged) -> str:
+    if fact.error:
+        return f"the files for run {fact.run_id} could not be copied: {fact.error}"
+    return f"has {format_bytes(fact.size_bytes)} of files for run {fact.run_id}, after {fact.seconds:.3g} s"
+
+
 def _describe_samples(prepared: run.RunPrepared | run.PreparedDataset) -> str:
     parts = {"validation": prepared.validation_samples, "test": prepared.test_samples}
     others = "".join(f", {count:,} for {name}" for name, count in parts.items() if count)
@@ -301,6 +316,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     run.RunRejected: lambda e: f"rejected: {format_problems(e)}",
     run.RunPrepared: _prepared,
     run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
+    run.RunStaging: lambda e: f"{staging_text(e.dataset, e.node_ids)}, for {e.limit_s:g} s at most",
     run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
     run.RunWaiting: lambda e: f"waiting: {e.message}",
     run.RunReserved: lambda e: f"reserved to start by {format_time(e.start_by)} on {plural(len(e.node_ids), 'node')}",
@@ -350,6 +366,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     node.NodeDraining: lambda e: f"draining{_by(e)}{format_reason(e.reason)}",
     node.NodeUndrained: lambda e: f"undrained{_by(e)}{format_reason(e.reason)}",
     node.NodeNotice: _notice,
+    node.NodeStaged: _staged_files,
     node.NodeUnfit: lambda e: f"unfit: {e.reason}",
     study.StudyRejected: lambda e: f"rejected: {e.reason}",
     study.StudyAccepted: lambda e: f"accepted as {e.spec.name!r}: {plural(e.spec.trials, 'trial')}",

@@ -192,7 +192,8 @@ CLIENTS = "clients"
 SERVICES: dict[str, ServiceEvents] = {
     "scheduler": ServiceEvents(
         publishes=_events(
-            run="accepted rejected queued waiting reserved placed stopping cancelling completed failed cancelled "
+            run="accepted rejected staging queued waiting reserved placed stopping cancelling completed failed "
+            "cancelled "
             # Of parts that only the scheduler, or only the agent of the node takes to run.
             "released",
             node="lost draining undrained",
@@ -213,13 +214,13 @@ SERVICES: dict[str, ServiceEvents] = {
     "sharding": ServiceEvents(_events(dataset="sharded shard_failed progress", run="prepared prepare_failed")),
     "worker": ServiceEvents(
         publishes=_events(
-            node="joined left notice unfit",
+            node="joined left notice staged unfit",
             run="held_up started stalled straggler starved released exited progress log checkpoint_staged "
             "checkpoint_repaired",
         ),
         # Whether the log supports a placement follows from what was accepted and queued.
         follows=_events(
-            run="accepted queued placed stopping released exited completed failed cancelled "
+            run="accepted staging queued placed stopping released exited completed failed cancelled "
             "checkpoint_committed checkpoint_refused checkpoint_rotten",
             node="joined lost draining",
         ),

@@ -35,8 +35,9 @@ class NodeJoined(NodeFact, fact="joined"):
     slot_profiles: tuple[str, ...] = ()
     #: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot) mean something to the scheduler.
     labels: dict[str, str] = Field(default_factory=dict)
-    #: Datasets whose shards lie in the node's cache.
+    #: Datasets whose shards lie in the node's cache; and those whose plain files do, which scripts read.
     datasets: tuple[Sha256, ...] = ()
+    data_folders: tuple[Sha256, ...] = ()
     lease_ttl_s: float = Field(gt=0)
     software: dict[str, str] = Field(default_factory=dict)
     #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.
@@ -110,6 +111,18 @@ class NodeNotice(NodeFact, fact="notice"):
     def occurrence(self) -> str:
         # A recommendation to leave may be followed by the order.
         return f"{self.incarnation}/{self.source}/{self.kind}"
+
+
+class NodeStaged(NodeFact, fact="staged", occurrence="incarnation/run_id"):
+    """The node has the files of the data of a run that is staged there, or cannot have them."""
+
+    run_id: Token
+    #: The datasets whose files are there, and their size; none if it failed.
+    dataset_ids: tuple[Sha256, ...] = ()
+    size_bytes: int = Field(0, ge=0)
+    seconds: float = Field(0.0, ge=0)
+    #: Why it failed; '' if it did not.
+    error: str = ""
 
 
 class NodeUnfit(NodeFact, fact="unfit"):

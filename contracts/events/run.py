@@ -113,6 +113,16 @@ class RunPrepareFailed(RunFact, fact="prepare_failed"):
     reason: str
 
 
+class RunStaging(RunFact, fact="staging"):
+    """The files of a script's data are copied to these nodes; the run is queued once they are there."""
+
+    node_ids: tuple[Token, ...]
+    dataset: RunPrepared
+    #: Seconds after which it is queued in any case.
+    limit_s: float = Field(gt=0)
+    decision: DecisionRecord | None = None
+
+
 QueueReason = Literal["new", "preempted", "resized", "node lost", "crashed"]
 
 

@@ -30,6 +30,11 @@ PREPARE_SECONDS = Histogram(
     "Seconds to prepare a generation before its ranks start: code, data, checkpoint, rendezvous.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
 )
+STAGING_SECONDS = Histogram(
+    "trainbus_worker_staging_seconds",
+    "Seconds to copy the files of a script's data to this node before its run is placed.",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
+)
 UPLOAD_SECONDS = Histogram(
     "trainbus_worker_checkpoint_upload_seconds",
     "Seconds from a checkpoint's last local rank to its staging.",

@@ -153,7 +153,7 @@ async def test_what_a_run_does_to_its_files_does_not_reach_the_next_run(
         victim.chmod(0o644)
         victim.write_bytes(b"overwritten")
         assert await lay_out(cache, folders, stored, tmp_path / "third") == first
-        assert cache.datasets() == (stored.dataset_id,)
+        assert folders.dataset_ids() == (stored.dataset_id,)
 
 
 async def test_a_tree_goes_when_the_cache_is_full_and_none_of_a_run_does(

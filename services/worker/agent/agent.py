@@ -18,7 +18,16 @@ from contracts.base import Event, Fact
 from contracts.earlier_events import subject_filters
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeUnfit
-from contracts.events.run import RunCancelled, RunCompleted, RunExited, RunFailed, RunPlaced, RunReleased, RunStopping
+from contracts.events.run import (
+    RunCancelled,
+    RunCompleted,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunReleased,
+    RunStaging,
+    RunStopping,
+)
 from contracts.grace import NOTICE_MARGIN_S
 from contracts.state.node import NodeStatement
 from services.kit.bus import Message, TransientError
@@ -29,6 +38,7 @@ from services.worker.agent.node_lease import NodeLease
 from services.worker.checkpoints.blob_repair import BlobRepairer
 from services.worker.core.node_decisions import running_generations
 from services.worker.data_dir import DataDirLock, DataDirLockedError, RunFolders
+from services.worker.data_folders.data_staging import DataStaging
 from services.worker.local_files import read_json, write_if_space
 from services.worker.node_context import NodeContext
 from services.worker.notices.notice import NodeNotices, Notice
@@ -37,6 +47,7 @@ from services.worker.retry import retry_transient
 log = structlog.get_logger(__name__)
 
 FOLLOWED: tuple[type[Event], ...] = (
+    RunStaging,
     RunPlaced,
     RunStopping,
     CheckpointCommitted,
@@ -87,6 +98,7 @@ class Agent:
         self._stored = AgentState()
         self._is_stopping = self._has_left = False
         self.joined = asyncio.Event()
+        self._staging = DataStaging(context, lambda: self._generations.state.incarnation)
 
     async def run(self) -> None:
         """Join and follow until cancelled; join again after the node was declared lost.
@@ -128,7 +140,7 @@ class Agent:
         """Stop every generation within its grace, report all of them, and leave."""
         self._is_stopping = True
         self._generations.refuse_new()
-        await self._repairer.close()
+        await asyncio.gather(self._repairer.close(), self._staging.close())
         try:
             with self._lock.acquire():
                 await self._leave_cluster()
@@ -241,6 +253,7 @@ class Agent:
             slot_profiles=inventory.slot_profiles,
             labels=self._settings.labels,
             datasets=await asyncio.to_thread(self._context.cache.datasets),
+            data_folders=await asyncio.to_thread(self._context.data_folders.dataset_ids),
             lease_ttl_s=self._settings.lease_ttl_s,
             software=inventory.software,
             machine_digest=inventory.machine_digest,
@@ -274,6 +287,9 @@ class Agent:
             if await retry_transient(asking, "what supports a fact could not be read", subject=message.subject):
                 continue
             self._repairer.handle_fact(message.event)
+            # The scheduler waits for no earlier life of this agent: what it missed is not staged.
+            if self.joined.is_set() or not isinstance(message.event, RunStaging):
+                self._staging.handle_fact(message)
             rejoin = self._generations.apply(message) or rejoin
         if batch:
             self._stored.position = batch[-1].sequence

@@ -47,8 +47,8 @@ class CachedTrees:
         return self.folder / name
 
     def names(self) -> list[str]:
-        """Return the names of all trees that are whole."""
-        return sorted(path.stem for path in self._records())
+        """Return the names of all trees that are whole and trusted."""
+        return sorted(path.stem for path in self._records() if _is_trusted(path))
 
     def record_path(self, name: str) -> Path:
         """Return the path of a tree's record, whose time is that of its last use."""
@@ -58,7 +58,7 @@ class CachedTrees:
         """Return what a tree has, and note its use; None if it is not here or not trusted."""
         path = self.record_path(name)
         try:
-            if path.stat().st_mtime < float(psutil.boot_time()):
+            if not _is_trusted(path):
                 return None
             record = TreeRecord.model_validate_json(path.read_bytes())
             os.utime(path)
@@ -111,6 +111,14 @@ class CachedTrees:
 
     def _records(self) -> list[Path]:
         return [path for path in self.folder.glob("*.json") if not path.name.startswith(".")]
+
+
+def _is_trusted(record: Path) -> bool:
+    """Whether a tree was made, or used, since the machine started."""
+    try:
+        return record.stat().st_mtime >= float(psutil.boot_time())
+    except FileNotFoundError:
+        return False
 
 
 def _walk(folder: Path, relative: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:

@@ -139,10 +139,9 @@ class NodeCache:
         return view
 
     def datasets(self) -> tuple[str, ...]:
-        """Return the datasets whose training split is here, as shards or as plain files."""
+        """Return the datasets whose training split is here as shards."""
         manifests = self.files.folder.glob("datasets/*/manifest.json")
-        sharded = (path.parent.name for path in manifests if self._has_train_split(path))
-        return tuple(sorted({*sharded, *self.files.trees.names()}))
+        return tuple(sorted(path.parent.name for path in manifests if self._has_train_split(path)))
 
     def _manifest_path(self, dataset_id: str) -> Path:
         return self.files.folder / "datasets" / dataset_id / "manifest.json"

@@ -38,8 +38,12 @@ class DataFolders:
         """``workdir`` is on the file system of the trees."""
         self._cache, self._trees, self._workdir = cache, trees, workdir
 
-    async def fetch(self, dataset: PreparedDataset, pins: CachePins) -> None:
-        """Have a dataset's files on this node until the pins are released.
+    def dataset_ids(self) -> tuple[str, ...]:
+        """Return the datasets whose files are here."""
+        return tuple(self._trees.names())
+
+    async def fetch(self, dataset: PreparedDataset, pins: CachePins) -> TreeRecord:
+        """Have a dataset's files on this node until the pins are released; return what they are.
 
         Raises:
             CacheError: the dataset is not in the store, or is not what it should be.
@@ -48,12 +52,13 @@ class DataFolders:
         name = dataset.dataset_id
         self._cache.files.add_pins([self._trees.path(name)], pins.files)
         async with self._cache.files.lock(self._trees.path(name)):
-            if await run_in_thread(self._trees.use, name) is not None:
+            if (record := await run_in_thread(self._trees.use, name)) is not None:
                 metrics.CACHE_LOOKUPS.labels("hit").inc()
-                return
+                return record
             metrics.CACHE_LOOKUPS.labels("miss").inc()
-            await self._make_tree(dataset)
+            record = await self._make_tree(dataset)
         await run_in_thread(self._cache.evict)
+        return record
 
     async def lay_out(self, dataset: PreparedDataset, folder: Path, pins: CachePins) -> None:
         """Make ``folder`` one with the dataset's files, which ``fetch`` has fetched; errors as there."""
@@ -75,7 +80,7 @@ class DataFolders:
             raise DamagedTreeError("it is gone")
         self._trees.link(name, record, folder)
 
-    async def _make_tree(self, dataset: PreparedDataset) -> None:
+    async def _make_tree(self, dataset: PreparedDataset) -> TreeRecord:
         with self._workdir.temporary(f"{dataset.dataset_id[:12]}-") as work:
             source, target = Path(work) / "dataset", Path(work) / "files"
             target.mkdir()
@@ -84,6 +89,7 @@ class DataFolders:
                 await self._cache.dataset(dataset.manifest_uri, dataset.dataset_id, source, pins, whole=SPLITS)
                 record = await _unpack(source, target)
             await run_in_thread(self._trees.add, dataset.dataset_id, target, record)
+        return record
 
 
 async def _unpack(source: Path, target: Path) -> TreeRecord:

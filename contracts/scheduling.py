@@ -127,6 +127,9 @@ class Place(SpecPart):
     by: Literal["pack", "spread", "balanced", "fgd"] = "pack"
     #: Kinds of accelerators that runs which did not ask for them only get when all others are full.
     scarce: tuple[str, ...] = ()
+    #: How long a new script waits, without slots, until the files of its data are on the nodes that it will probably
+    #: get; 0: they are copied once it has its slots.
+    staging_limit_s: float = Field(600.0, ge=0)
 
 
 class Reserve(SpecPart):
@@ -302,6 +305,9 @@ class Policy(SpecPart):
         content = self.model_dump(mode="json")
         # The digest outlives names: logs hold the digests of policies whose section was called so.
         content[EARLIER_PREEMPTION] = content.pop("preemption")
+        if self.place.staging_limit_s == Place.model_fields["staging_limit_s"].default:
+            # And of those that came before the field.
+            del content["place"]["staging_limit_s"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

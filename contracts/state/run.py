@@ -35,13 +35,14 @@ from contracts.events.run import (
     RunRejected,
     RunReleased,
     RunReserved,
+    RunStaging,
     RunStarted,
     RunStopping,
     RunTracked,
     RunWaiting,
 )
 from contracts.run_states import HOLDING_STATES, TERMINAL_STATES
-from contracts.texts import held_up_text
+from contracts.texts import held_up_text, staging_text
 
 #: Facts about what a run left behind: they count in every state.
 ABOUT_RESULTS = (
@@ -160,6 +161,10 @@ def _change_living(run: RunLife, fact: Fact) -> Changes:
             return {"state": "accepted"} if run.state == "preparing" else {}
         case RunPrepareFailed():
             return {"reason": fact.reason}
+        case RunStaging():
+            # Later than it was queued, it is a former leader's.
+            waits = run.state in ("accepted", "preparing") and not run.generation
+            return {"state": "preparing", "reason": staging_text(fact.dataset, fact.node_ids)} if waits else None
         case RunQueued():
             return _queue(run, fact)
         case RunPlaced():

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 MAGIC = b"trainbus-scheduler-snapshot/1\n"
 #: To be raised whenever a cluster is saved in another way, or the same facts add up to another one: a snapshot of
 #: another version is not read, and the log is folded again. ``tests/scheduler/snapshot_format.py`` detects both.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 #: Snapshots that are kept: of this version, and of others, to which an operator may go back.
 SNAPSHOTS_KEPT, OTHER_SNAPSHOTS_KEPT = 2, 2
 #: A snapshot is due after this many facts, and this many seconds after the last one.

@@ -92,6 +92,39 @@ async def test_images_lie_in_the_folders_of_their_classes_and_are_unpacked_once_
     assert again == seen
 
 
+async def test_files_are_copied_while_others_have_the_slots_and_the_run_then_starts_with_them(
+    stack: Stack, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    hold = stack.hold()
+    occupants = [await stack.occupant(hold, priority=1) for _ in range(4)]
+    for run_id in occupants:
+        await stack.wait_for(run_id, "started", DONE_S)
+    birds = {f"{kind}/{n}.png": image(n + 90 + 40 * (kind == "owl")) for kind in ("elk", "owl") for n in range(40)}
+    source = await put(stack, birds)
+    script = await submit(stack, project, "--data", f"pets={source}")
+    await stack.wait_for(script, "queued", DONE_S)
+    # Its files are there, and all slots are those of others.
+    facts = {each.event.fact: each for each in await stack.facts(script)}
+    assert "placed" not in facts
+    (node_id,) = facts["staging"].event.node_ids
+    answers = await stack.bus.read_history(f"node.{node_id}.staged")
+    (staged,) = [each for each in answers if each.event.run_id == script]
+    assert facts["staging"].sequence < staged.sequence < facts["queued"].sequence
+    dataset_id = facts["prepared"].event.datasets["pets"].dataset_id
+    assert (staged.event.error, staged.event.dataset_ids) == ("", (dataset_id,))
+    (tree,) = stack.data_dir.glob(f"**/cache/trees/{dataset_id}")
+    made = tree.stat().st_ino
+    hold.release()
+    started = await stack.wait_for(script, "started", DONE_S)
+    assert started.node_id == node_id
+    await found(stack, script, tmp_path)
+    assert [each.stat().st_ino for each in stack.data_dir.glob(f"**/cache/trees/{dataset_id}")] == [made]
+    show = await stack.cli("show", script)
+    assert f"the files of dataset pets are being copied to {node_id}, for 600 s at most" in show.text
+
+
 async def test_several_datasets_lie_in_folders_of_their_names_and_stand_in_mlflow(stack: Stack, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

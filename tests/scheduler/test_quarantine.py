@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeStaged, NodeUnfit
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -29,6 +29,7 @@ from contracts.events.run import (
     RunQueued,
     RunReleased,
     RunReserved,
+    RunStaging,
     RunStalled,
     RunStarted,
     RunStopping,
@@ -236,6 +237,7 @@ SPECS = st.builds(
             {"resources": {"memory_bytes": 10**30}},
             {"gang": {"bundle": 2, "apart": True}, "slots": {"min": 2, "max": 4}},
             {"resume_from": "s3://models/e/r/1.json"},
+            {"data": {"dataset_id": "0" * 64}},
         ]
     ),
 )
@@ -257,6 +259,22 @@ OF_NODE = {"node_id": NODE_IDS, "incarnation": LIVES}
 FACTS = st.one_of(
     _made(RunAccepted, run_id=RUN_IDS, spec=SPECS, request_id=TEXTS, request_source=TEXTS),
     _made(RunPrepared, run_id=RUN_IDS, dataset_id=st.just("0" * 64), manifest_uri=TEXTS, train_samples=SIGNED),
+    _made(
+        RunStaging,
+        run_id=RUN_IDS,
+        node_ids=st.lists(NODE_IDS, max_size=3).map(tuple),
+        dataset=st.just(RunPrepared(run_id="r1", dataset_id="0" * 64, manifest_uri="s3://datasets/m", train_samples=1)),
+        limit_s=ANY_SECONDS,
+    ),
+    _made(
+        NodeStaged,
+        **OF_NODE,
+        run_id=RUN_IDS,
+        dataset_ids=st.sampled_from([(), ("0" * 64,), ("x",)]),
+        size_bytes=SIGNED,
+        seconds=ANY_SECONDS,
+        error=TEXTS,
+    ),
     _made(
         RunQueued,
         run_id=RUN_IDS,

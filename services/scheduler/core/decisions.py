@@ -23,6 +23,7 @@ from contracts.events.run import (
     RunQueued,
     RunRejected,
     RunReserved,
+    RunStaging,
     RunStopping,
     RunWaiting,
     StopReason,
@@ -64,6 +65,15 @@ class RejectRun:
     name: str | None
     reason: str
     problems: tuple[FieldProblem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """Have the files of a script's data on these nodes before it is queued."""
+
+    run_id: str
+    node_ids: tuple[str, ...]
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ class LeftOver(NamedTuple):
 
 NOTHING_LEFT = LeftOver()
 
-Decision = QueueRun | PlaceRun | StopRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
+Decision = StageRun | QueueRun | PlaceRun | StopRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 
 
 def in_order(decisions: Iterable[Decision]) -> list[Decision]:
@@ -208,6 +218,14 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
         case QueueRun() | FailRun() | CancelRun() | ReserveRun():
             same = {each.name: getattr(decision, each.name) for each in fields(decision)}
             return FACTS_WITH_THE_SAME_FIELDS[type(decision)](**same, decision=made)
+        case StageRun():
+            return RunStaging(
+                run_id=run_id,
+                node_ids=decision.node_ids,
+                dataset=cluster.runs[run_id].dataset,
+                limit_s=decision.limit_s,
+                decision=made,
+            )
         case PlaceRun():
             known = cluster.runs[run_id]
             return RunPlaced(

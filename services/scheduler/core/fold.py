@@ -108,7 +108,8 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
     elif isinstance(fact, node.NodeFact):
         before = cluster.nodes.get(fact.node_id)
         holders = [run_id for run_id, _ in before.allocations] if before is not None else []
-        cluster.index.touch_nodes(holders)
+        staging = [each for each in cluster.unqueued if fact.node_id in cluster.runs[each].awaited_nodes]
+        cluster.index.touch_nodes([*holders, *staging])
         if isinstance(fact, node.NodeJoined):
             _joined(cluster, fact, time)
         elif before is not None and isinstance(fact, node.NodeDraining | node.NodeUndrained):
@@ -197,14 +198,23 @@ def _checkpoint(cluster: Cluster, uri: str) -> run.CheckpointRef | None:
 
 
 def _prepared(cluster: Cluster, known: Run, fact: RunPrepared, time: datetime) -> None:
-    if known.phase is Phase.PREPARING and known.prepare_problem is None:
-        known.dataset = fact
+    if known.phase is Phase.PREPARING and known.dataset is None and known.prepare_problem is None:
+        known.dataset, known.dataset_ids = fact, frozenset(each.dataset_id for each in fact.by_name.values())
         _enter(cluster, known, Phase.READY)
 
 
 def _prepare_failed(cluster: Cluster, known: Run, fact: run.RunPrepareFailed, time: datetime) -> None:
-    if known.phase is Phase.PREPARING:
+    if known.phase is Phase.PREPARING and known.dataset is None:
         known.prepare_problem = fact.reason
+
+
+def _staging(cluster: Cluster, known: Run, fact: run.RunStaging, time: datetime) -> None:
+    if known.phase is not Phase.READY or known.staging is not None:
+        return
+    known.staging, known.staging_at = fact, time
+    nodes = (cluster.nodes.get(node_id) for node_id in fact.node_ids)
+    known.awaited_nodes = {each.node_id: each.incarnation for each in nodes if each is not None}
+    _enter(cluster, known, Phase.PREPARING)
 
 
 def _cancelling(cluster: Cluster, known: Run, fact: run.RunCancelling, time: datetime) -> None:
@@ -311,8 +321,7 @@ def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime)
     known.inexact = known.inexact or fact.exactness == "samples-exact"
     if (home := cluster.nodes.get(fact.node_id)) is not None:
         known.machine = home.machine
-        if known.dataset is not None:
-            home.datasets.add(known.dataset.dataset_id)
+        (home.data_folders if known.reads_files else home.datasets).update(known.dataset_ids)
     if known.phase is Phase.PLACED:
         _enter(cluster, known, Phase.RUNNING)
 
@@ -513,6 +522,7 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         cpu_milli=round(fact.cpus * 1000),
         memory_bytes=fact.memory_bytes,
         datasets=set(fact.datasets),
+        data_folders=set(fact.data_folders),
         past_incarnations=past,
         last_drain=old.last_drain if old is not None else None,
     )
@@ -547,6 +557,18 @@ def _change_node(cluster: Cluster, known: Node, fact: node.NodeFact, time: datet
             known.notice, known.noticed_at = fact, time
         case node.NodeUnfit():
             known.unfit = fact
+        case node.NodeStaged():
+            _data_staged(cluster, known, fact)
+
+
+def _data_staged(cluster: Cluster, home: Node, fact: node.NodeStaged) -> None:
+    """Note the files that a node has, if it was asked for them."""
+    known = cluster.runs.get(fact.run_id)
+    if known is None or known.staging is None or home.node_id not in known.staging.node_ids:
+        return
+    if not fact.error:
+        home.data_folders.update(known.dataset_ids.intersection(fact.dataset_ids))
+    known.awaited_nodes.pop(home.node_id, None)
 
 
 def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
@@ -560,6 +582,7 @@ def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: 
 _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     RunPrepared: _prepared,
     run.RunPrepareFailed: _prepare_failed,
+    run.RunStaging: _staging,
     run.RunCancelling: _cancelling,
     run.RunQueued: _queued,
     run.RunWaiting: _waiting,

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from contracts.formats import format_time
+from contracts.texts import staging_text
 from services.scheduler.core.decisions import Code
 from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster, Node, schedulable_nodes
@@ -196,6 +197,11 @@ def _not_waiting(run: Run) -> tuple[str, str]:
     wanted = useful(run, run.spec.slots.max)
     wish = "" if run.slot_count >= wanted else f" (it would use up to {wanted})"
     match run.phase:
+        case Phase.PREPARING if run.staging is not None:
+            nodes = [node_id for node_id in run.staging.node_ids if node_id in run.awaited_nodes]
+            text = staging_text(run.staging.dataset, nodes or run.staging.node_ids)
+            since = format_time(run.staging_at)
+            return "preparing", f"{text} (since {since}; for {run.staging.limit_s:g} s at most), then it is queued"
         case Phase.PREPARING:
             return "preparing", "its data is being prepared; it is queued as soon as that is done"
         case Phase.PLACED | Phase.RUNNING if not run.live:

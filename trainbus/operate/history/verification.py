@@ -25,6 +25,7 @@ from contracts.events.run import (
     RunQueued,
     RunRejected,
     RunReserved,
+    RunStaging,
     RunStopping,
     RunWaiting,
 )
@@ -36,6 +37,7 @@ from trainbus.operate.history.requests import RequestIndex
 
 #: Facts about runs that only a leader publishes.
 DECISIONS = (
+    RunStaging,
     RunQueued,
     RunWaiting,
     RunPlaced,

@@ -72,7 +72,7 @@ class Placer:
         key: Hashable = ("waits for", request, least)
         found: frozenset[str] | None = self._memory.get(key)
         if found is None:
-            empty = self._empty()
+            empty = self.empty()
             found = self._memory[key] = frozenset(
                 node_id
                 for division in self.cells(request)
@@ -118,7 +118,7 @@ class Placer:
             found = self._memory[key] = self._most(request, own_kind=request.bound)
         return found
 
-    def _empty(self) -> ClusterSnapshot:
+    def empty(self) -> ClusterSnapshot:
         """Return the present nodes as if they were empty; never changed."""
         found: ClusterSnapshot | None = self._memory.get("empty")
         if found is None:
@@ -126,7 +126,7 @@ class Placer:
         return found
 
     def _most(self, request: ResourceRequest, *, own_kind: bool) -> int:
-        empty = self._empty()
+        empty = self.empty()
         counts = [
             sum(empty.nodes[node_id].fits(request.slot_spec) for node_id in cell)
             for division in self.cells(request)
@@ -168,7 +168,8 @@ class Placer:
 
         ``respect_maintenance``: whether nodes are left out whose maintenance begins too soon.
         """
-        if not avoid and not closed and (quick := self._packed(snapshot, count, request)) is not None:
+        is_quick = not avoid and not closed and not run.reads_files
+        if is_quick and (quick := self._packed(snapshot, count, request)) is not None:
             return quick
         best = self.roomiest(snapshot, run, count, request, closed, respect_maintenance)
         if best is None:
@@ -180,6 +181,10 @@ class Placer:
             if candidates is capacities or _enough(candidates, slot_spec, count):
                 break
         preferred, _ = self._preferred(candidates, run, slot_spec, count)
+        if run.reads_files:
+            # Making them takes longer than anything else that nodes differ in here.
+            local = [capacity for capacity in preferred if has_data(capacity.node, run)]
+            preferred = local if _enough(local, slot_spec, count) else preferred
         return self.choose(preferred, slot_spec, count, avoid)
 
     def fits(
@@ -324,7 +329,6 @@ class Placer:
         slot_spec, shut = request.slot_spec, self.shut(run) if respect_maintenance else ()
         if snapshot.milli < count * slot_spec.milli:
             return None  # in a full cluster most searches end here
-        dataset = run.dataset.dataset_id if run.dataset is not None else None
         for division in self.cells(request):
             fitting: list[tuple[str, Candidate, tuple[float, ...], list[NodeCapacity]]] = []
             for cell in division:
@@ -339,7 +343,7 @@ class Placer:
                     if slots:
                         capacities.append(capacity)
                         total += slots
-                        cached += dataset is not None and _has_dataset(capacity.node, dataset)
+                        cached += bool(run.dataset_ids) and has_data(capacity.node, run)
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
                     slots_left = -total if request.machine is not None else total
@@ -414,9 +418,10 @@ def _trait(node: Node, trait: str) -> str:
         raise
 
 
-def _has_dataset(node: Node, dataset: str) -> bool:
+def has_data(node: Node, run: Run) -> bool:
+    """Whether the node has all data of the run, as the run reads it."""
     try:
-        return dataset in node.datasets
+        return run.dataset_ids <= (node.data_folders if run.reads_files else node.datasets)
     except Exception as error:
         note_suspect(error, node_id=node.node_id)
         raise

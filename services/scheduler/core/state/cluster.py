@@ -69,8 +69,9 @@ class Node:
     #: All in all; 0: not counted.
     cpu_milli: int = 0
     memory_bytes: int = 0
-    #: Datasets whose shards it has.
+    #: Datasets whose shards it has; and those whose plain files it has.
     datasets: set[str] = field(default_factory=set)
+    data_folders: set[str] = field(default_factory=set)
     #: Free thousandths of each slot, and free processors and memory.
     free_milli: list[int] = field(default_factory=list)
     free_cpu_milli: int = 0

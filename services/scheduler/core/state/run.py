@@ -8,7 +8,15 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Literal
 
-from contracts.events.run import CheckpointRef, RunExited, RunPrepared, RunReserved, RunStalled, RunStopping
+from contracts.events.run import (
+    CheckpointRef,
+    RunExited,
+    RunPrepared,
+    RunReserved,
+    RunStaging,
+    RunStalled,
+    RunStopping,
+)
 from contracts.spec.run import RunSpec
 from services.scheduler.core.state.durations import RunKind
 from services.scheduler.core.state.slot_spec import SlotSpec
@@ -87,6 +95,13 @@ class Run:
     traceparent: str = ""
     phase: Phase = Phase.READY
     dataset: RunPrepared | None = None
+    #: All datasets that it reads.
+    dataset_ids: frozenset[str] = frozenset()
+    #: Where the files of its data are copied before it is queued, and since when; and the nodes that have not answered
+    #: -> their incarnations then.
+    staging: RunStaging | None = None
+    staging_at: datetime = EPOCH
+    awaited_nodes: dict[str, str] = field(default_factory=dict)
     prepare_problem: str | None = None
     cancel_reason: str | None = None
     generation: int = 0
@@ -178,6 +193,11 @@ class Run:
         code = exited.exit_code or 0
         is_signal = code < 0 or code > SHELL_SIGNAL_BASE
         return "" if is_signal else f"{exited.step}: {exited.reason}"
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether it is a script with data, which it reads as plain files; a Task reads shards."""
+        return bool(self.dataset_ids) and self.spec.command is not None
 
     @property
     def next_generation(self) -> int:

@@ -15,6 +15,7 @@ from services.scheduler.core.reasons import UNCOMMITTED, uncommitted_text
 from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.run import MemberState, Phase, Run
 from services.scheduler.core.state.suspects import note_suspect
+from services.scheduler.core.steps.stage import awaited_nodes, stage_runs, staging_end_s
 
 Settlement = CancelRun | CompleteRun | FailRun | StopRun | QueueRun
 
@@ -26,6 +27,7 @@ def settle_runs(cycle: CycleState) -> None:
     """Decide what follows from what has happened to each run alone."""
     index = cycle.cluster.index
     index.unsettled.update(dict.fromkeys(index.due(cycle.now_s)))
+    scripts: list[Run] = []
     run_id = ""
     try:
         for run_id in list(index.unsettled):
@@ -34,17 +36,25 @@ def settle_runs(cycle: CycleState) -> None:
             if settlement is None:
                 _check_later(cycle, run)
                 _explain_wait(cycle, run)
-                continue
-            cycle.result.decisions.append(settlement)
-            if isinstance(settlement, StopRun):
-                cycle.leaving.add(run_id)
-            elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
-                cycle.queued[run_id] = run
+            elif isinstance(settlement, QueueRun) and run.phase is Phase.READY and run.reads_files:
+                scripts.append(run)
+            else:
+                _decide(cycle, run, settlement)
     except Exception as error:
         note_suspect(error, run_id=run_id)
         raise
+    for run in stage_runs(cycle, scripts):
+        _decide(cycle, run, _queue_new(run))
     if index.alarms:
         cycle.wake_at(index.alarms[0][0])
+
+
+def _decide(cycle: CycleState, run: Run, settlement: Settlement) -> None:
+    cycle.result.decisions.append(settlement)
+    if isinstance(settlement, StopRun):
+        cycle.leaving.add(run.run_id)
+    elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
+        cycle.queued[run.run_id] = run
 
 
 def stop_overspent_runs(cycle: CycleState) -> None:
@@ -58,7 +68,7 @@ def stop_overspent_runs(cycle: CycleState) -> None:
 def _settle(cycle: CycleState, run: Run) -> Settlement | None:
     cluster, run_id = cycle.cluster, run.run_id
     if run_id in cluster.unqueued:
-        return settle_unqueued(run)
+        return settle_unqueued(cluster, run, cycle.now_s, cycle.policy)
     if run_id in cluster.active:
         return settle_active(cluster, run, cycle.now, cycle.policy, cycle.reachable_since)
     if run_id in cluster.queued and run.cancel_reason is not None:
@@ -95,7 +105,7 @@ def _must_pause(cycle: CycleState, run: Run, settlement: QueueRun) -> bool:
     return has_broken and cycle.policy.faults.retry_delay_s(run.setbacks + 1) > 0
 
 
-def settle_unqueued(run: Run) -> Settlement | None:
+def settle_unqueued(cluster: Cluster, run: Run, now_s: float, policy: Policy) -> Settlement | None:
     """Queue a run whose data is there; end one that cannot or shall not go on."""
     if run.cancel_reason is not None:
         return CancelRun(run.run_id, run.cancel_reason)
@@ -104,9 +114,14 @@ def settle_unqueued(run: Run) -> Settlement | None:
     begins_with = run.spec.resume_from or run.spec.init_from
     if begins_with is not None and run.initial is None:
         return FailRun(run.run_id, 0, f"the checkpoint to start from does not exist (any more): {begins_with}")
-    if run.phase is Phase.READY:
-        return QueueRun(run.run_id, run.next_generation, "new", run.failures)
-    return None
+    is_staged = run.staging is not None and (
+        now_s >= staging_end_s(run, policy) or not any(awaited_nodes(cluster, run))
+    )
+    return _queue_new(run) if run.phase is Phase.READY or is_staged else None
+
+
+def _queue_new(run: Run) -> QueueRun:
+    return QueueRun(run.run_id, run.next_generation, "new", run.failures)
 
 
 def settle_active(
@@ -124,7 +139,9 @@ def settle_active(
 def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
     """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
     found = math.inf
-    if run.live and run.stopping is None:
+    if run.phase is Phase.PREPARING and run.staging is not None:
+        found = staging_end_s(run, policy)
+    elif run.live and run.stopping is None:
         if not all(part.started for part in run.live):
             found = run.placed_at.timestamp() + policy.faults.start_deadline_s
         if run.spec.scheduling.limit_s is not None:

@@ -47,7 +47,9 @@ class StudyClient:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("trainbus.client.client.AsyncClient", StudyClient)
     monkeypatch.setattr("trainbus.client.capacity.find_shortage", AsyncMock(return_value=""))
-    monkeypatch.setattr("trainbus.client.opened_submission.upload_package", AsyncMock(return_value="s3://models/code.tar.gz"))
+    monkeypatch.setattr(
+        "trainbus.client.opened_submission.upload_package", AsyncMock(return_value="s3://models/code.tar.gz")
+    )
     StudyClient.requests.clear()
     folder = tmp_path / "search"
     folder.mkdir()

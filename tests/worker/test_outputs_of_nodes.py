@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ async def listed(world: World, generation: int, node_id: str) -> NodeOutputs:
     return NodeOutputs.model_validate_json(await world.objects.get(ref.listing.uri))
 
 
+def has_listed(known: Path, name: str) -> bool:
+    """Whether the agent of rank 0 knows that another node has written a file."""
+    return known.exists() and f'"outputs/{name}"' in known.read_text()
+
+
 async def test_what_both_nodes_wrote_comes_back_and_goes_on(
     world: World, agent: Any, commits: None, tmp_path: Path
 ) -> None:
@@ -142,22 +148,23 @@ async def test_what_both_nodes_wrote_comes_back_and_goes_on(
     assert (set(again.packed), again.deleted) == ({"outputs/ü"}, ("junk",))
 
 
+@pytest.mark.parametrize("grace_s", [0, 600])
 async def test_what_a_lost_node_had_listed_is_kept(
-    world: World, agent: Any, agent_process: Any, commits: None, tmp_path: Path
+    world: World, agent: Any, agent_process: Any, commits: None, tmp_path: Path, grace_s: float
 ) -> None:
-    await agent()
+    # No checkpoint is made between the node's last list and its loss.
+    await agent(output_interval_s=600)
     process = agent_process(node_id="n2", data_dir=world.settings.data_dir / "n2")
     await wait_until_joined(world, "n2")
-    await place(world, tmp_path, "write zero x, wait never", "write one x, wait more, write two x, wait never")
-    await staged_files(world, "one")
-    (tmp_path / "more").touch()
-    await staged_files(world, "two")
+    await place(world, tmp_path, "write zero x, wait never", "write one x, write two x, wait never")
+    generation = world.settings.data_dir / "runs/r1/g1"
+    await until(lambda: (generation / "outputs/zero").exists() and has_listed(generation / "peers/n2.json", "two"), 90)
     process.kill()
     process.wait()
     for pid in ranks_of(world.settings.data_dir.resolve() / "n2"):
         os.kill(pid, signal.SIGKILL)
     await world.bus.publish(NodeLost(node_id="n2", incarnation="gone", reason="killed"))
-    await stop(world, grace_s=600, reason="node_lost")
+    await stop(world, grace_s=grace_s, reason="node_lost")
     # The last files of a lost node are not waited for.
     assert (await world.wait_for(RunReleased, timeout_s=60)).node_id == "n1"
     assert set(await restore(world, tmp_path / "f")) == {"zero", "one", "two"}
@@ -217,6 +224,24 @@ async def test_a_failure_on_the_node_of_rank_0_waits_for_no_other(
     assert set(await restore(world, tmp_path / "f")) == {"zero", "one"}
     await stop(world)
     await world.wait_for(RunReleased)
+
+
+async def test_what_a_node_wrote_before_it_failed_is_kept(
+    world: World, agent: Any, commits: None, tmp_path: Path
+) -> None:
+    await agent()
+    # It lists nothing before the end.
+    await agent(node_id="n2", data_dir=world.settings.data_dir / "n2", output_interval_s=600)
+    await place(world, tmp_path, "write zero x, wait never", "write last x, wait more, exit 3")
+    await staged_files(world, "zero")
+    last = world.settings.data_dir / "n2/runs/r1/g1/outputs/last"
+    # What is written as a script fails may be torn.
+    await until(lambda: last.exists() and time.time() - last.stat().st_mtime > 2 * world.settings.output_settle_s, 90)
+    (tmp_path / "more").touch()
+    assert (await world.wait_for(RunExited)).outcome == "failed"
+    await stop(world, grace_s=0, reason="crashed")
+    await world.wait_for(RunReleased)
+    assert set(await restore(world, tmp_path / "f")) == {"zero", "last"}
 
 
 async def test_a_checkpoint_has_what_all_nodes_asked_to_keep_at_one_moment(

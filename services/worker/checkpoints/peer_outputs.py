@@ -105,10 +105,10 @@ class PeerOutputs:
         ended_since: dict[str, float] = {}
         while self.unfinished:
             now = time.monotonic()
-            for node_id in await self._ended_nodes():
+            for node_id in await self._reported_nodes():
                 ended_since.setdefault(node_id, now)
             late = {node_id for node_id, since in ended_since.items() if now - since > LATE_LISTING_S}
-            if self.unfinished <= late:
+            if self.unfinished <= late | await self._lost_nodes():
                 return
             self._changed.clear()
             if self.unfinished:
@@ -173,15 +173,19 @@ class PeerOutputs:
             log.warning("files of other nodes are not renewed yet", error=str(error))
             self._renewed_at -= RENEW_S - 60
 
-    async def _ended_nodes(self) -> set[str]:
-        """Return the nodes that have reported the end of this generation, or are lost."""
-        bus, found = self._context.bus, set()
+    async def _lost_nodes(self) -> set[str]:
+        found = set()
         for node_id in self.unfinished:
-            lost = await bus.get_last_message(subjects.fact("node", node_id, NodeLost.fact))
+            lost = await self._context.bus.get_last_message(subjects.fact("node", node_id, NodeLost.fact))
             if lost is not None and lost.sequence > self._placed.decided_at_sequence:
                 found.add(node_id)
+        return found
+
+    async def _reported_nodes(self) -> set[str]:
+        """Return the nodes that have reported the end of this generation."""
+        found = set()
         for kind in (RunExited, RunReleased):
-            for message in await bus.read_history(subjects.fact("run", self._placed.run_id, kind.fact)):
+            for message in await self._context.bus.read_history(subjects.fact("run", self._placed.run_id, kind.fact)):
                 end = message.event
                 if isinstance(end, RunExited | RunReleased) and end.generation == self._placed.generation:
                     found.add(end.node_id)

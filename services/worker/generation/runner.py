@@ -115,8 +115,9 @@ class GenerationRunner:
         is_script = is_command(self.placed.spec) and self.placed.spec.kind == "train"
         if is_script and 0 in self.member.ranks and sum(1 for each in self.placed.members if each.ranks) > 1:
             self._peers = PeerOutputs(context, self.placed, self.member, files.folder)
-        #: Until when what finished ranks left is stored in any case, by the monotonic clock.
-        self._finished_until: float | None = None
+        #: Until when what ranks left is stored in any case, by the monotonic clock: of finished ones, and of a script
+        #: whose other nodes broke.
+        self._stored_until: float | None = None
 
     # -- requests -----------------------------------------------------------
 
@@ -537,6 +538,11 @@ class GenerationRunner:
         """
         return is_command(self.placed.spec) and self._group.has_seen_stop
 
+    @property
+    def _has_peers_that_broke(self) -> bool:
+        """Whether a script is stopped without grace while this node alone can store what the others have listed."""
+        return self._peers is not None and self._requests.stop is not None and self._requests.stop.grace_s == 0
+
     async def _upload_rest(self, follower: JournalFollower, stager: CheckpointStager) -> None:
         """Upload what the ranks completed, until it is done or the grace of a stop is over."""
         limit_s = math.inf
@@ -550,13 +556,15 @@ class GenerationRunner:
         """Return what the work comes to; None if the grace of a stop, or ``limit_s``, is over before."""
         task = asyncio.create_task(work)
         started = time.monotonic()
-        if self._finished_until is None and self._have_finished:
-            self._finished_until = started + FINISHED_UPLOAD_S
+        if self._stored_until is None and self._have_finished:
+            self._stored_until = started + FINISHED_UPLOAD_S
+        elif self._stored_until is None and self._has_peers_that_broke:
+            self._stored_until = started + CRASH_UPLOAD_S
         try:
             while not task.done():
                 self._requests.raise_if_dropped()
                 now = time.monotonic()
-                is_over = self._requests.remaining_grace_s() == 0 and now >= (self._finished_until or started)
+                is_over = self._requests.remaining_grace_s() == 0 and now >= (self._stored_until or started)
                 if is_over or now - started >= limit_s:
                     return None
                 await self._requests.wait_for_task(task, POLL_S)

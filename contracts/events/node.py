@@ -35,9 +35,10 @@ class NodeJoined(NodeFact, fact="joined"):
     slot_profiles: tuple[str, ...] = ()
     #: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot) mean something to the scheduler.
     labels: dict[str, str] = Field(default_factory=dict)
-    #: Datasets whose shards lie in the node's cache; and those whose plain files do, which scripts read.
+    #: Datasets whose shards lie in the node's cache.
     datasets: tuple[Sha256, ...] = ()
-    data_folders: tuple[Sha256, ...] = ()
+    #: Those whose plain files do, which scripts read; None: the agent is of a version that answers no ``run.staging``.
+    data_folders: tuple[Sha256, ...] | None = None
     lease_ttl_s: float = Field(gt=0)
     software: dict[str, str] = Field(default_factory=dict)
     #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.

@@ -193,6 +193,14 @@ def test_no_place_in_the_queue_is_lost(world: World) -> None:
     assert (world.phase("staged"), world.phase("last")) == ("placed", "queued")
 
 
+def test_an_agent_of_an_earlier_version_is_not_asked(world: World) -> None:
+    for node_id in ("n1", "n2"):
+        world.publish(NodeJoined(node_id=node_id, incarnation="earlier", address="h", slots=1, lease_ttl_s=3))
+    submit(world, "r1")
+    world.settle()
+    assert (world.phase("r1"), world.facts(RunStaging)) == ("placed", [])
+
+
 def test_no_limit_means_no_staging() -> None:
     world = World(Policy(place=Place(staging_limit_s=0)))
     world.join("n1", 1)

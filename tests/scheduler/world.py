@@ -160,6 +160,7 @@ class World:
                 lease_ttl_s=3,
                 machine_digest=machine,
                 running=running,
+                data_folders=(),
             )
         )
 

@@ -522,7 +522,8 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         cpu_milli=round(fact.cpus * 1000),
         memory_bytes=fact.memory_bytes,
         datasets=set(fact.datasets),
-        data_folders=set(fact.data_folders),
+        data_folders=set(fact.data_folders or ()),
+        stages_data=fact.data_folders is not None,
         past_incarnations=past,
         last_drain=old.last_drain if old is not None else None,
     )

@@ -72,6 +72,8 @@ class Node:
     #: Datasets whose shards it has; and those whose plain files it has.
     datasets: set[str] = field(default_factory=set)
     data_folders: set[str] = field(default_factory=set)
+    #: Whether its agent copies the files of runs that are staged.
+    stages_data: bool = False
     #: Free thousandths of each slot, and free processors and memory.
     free_milli: list[int] = field(default_factory=list)
     free_cpu_milli: int = 0

@@ -46,9 +46,10 @@ def stage_runs(cycle: CycleState, runs: Iterable[Run]) -> list[Run]:
                 # The others stay as they are until the next cycle.
                 cycle.wake_at(cycle.now_s + GO_ON_S)
                 break
-            absent = [each for each in likely.choose(run) if not has_data(cycle.cluster.nodes[each], run)]
+            nodes = (cycle.cluster.nodes[node_id] for node_id in likely.choose(run))
+            absent = tuple(node.node_id for node in nodes if node.stages_data and not has_data(node, run))
             if absent:
-                cycle.result.decisions.append(StageRun(run_id, tuple(absent), limit_s))
+                cycle.result.decisions.append(StageRun(run_id, absent, limit_s))
             else:
                 queued.append(run)
     except Exception as error:

@@ -36,6 +36,14 @@ WITHOUT_LABELS = (
 WITHOUT_DATA = frozenset({"readme", "license"})
 
 
+#: Endings of files beside images that cannot be images: notes, tables, annotations, code, and what systems leave.
+NO_IMAGE_SUFFIXES = frozenset(
+    {
+        *(".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".xml", ".yaml", ".yml", ".toml"),
+        *(".ini", ".cfg", ".db", ".log", ".html", ".htm", ".py", ".ipynb", ".sh", ".parquet", ".pq"),
+    }
+)
+
 #: Formats whose files are no text and no numbers, so that ``text`` and ``tokens`` would read noise.
 ENCODED_FORMATS = frozenset({"images", "parquet", "webdataset", "mds"})
 
@@ -72,12 +80,22 @@ def recognize_format(names: Iterable[str]) -> str | None:
     if len(found) > 1:
         (one, most), (other, fewer) = sorted(found.items(), key=lambda item: -item[1].count)[:2]
         # Any file has bytes: text leaves none out.
-        rest = "all files are then read as text" if one == "text" else "the other files then count as broken records"
+        rest = "the other files then count as broken records"
+        if one == "text":
+            rest = "all files are then read as text"
+        elif one == "images" and all(cannot_be_image(each.example) for name, each in found.items() if name != one):
+            rest = "the other files are then skipped"
         raise ValueError(
             f"both {one} ({most}) and {other} ({fewer}) are there: keep one kind in a folder, or say which is meant "
             f"with data.format (--format {one}); {rest}"
         )
     return next(iter(found), None)
+
+
+def cannot_be_image(name: str) -> bool:
+    """Return whether a file is no image by its name: it is skipped among images, and is not a broken one."""
+    last = name.rsplit("/", 1)[-1].lower()
+    return _ending(last) in NO_IMAGE_SUFFIXES or last.partition(".")[0] in WITHOUT_DATA
 
 
 def find_format_mismatch(format_: str, names: Iterable[str]) -> str:

@@ -243,7 +243,12 @@ def _study_completed(fact: study.StudyCompleted) -> str:
 def _ingested(fact: dataset.DatasetIngested) -> str:
     bad = sum(kind.count for kind in fact.quarantined)
     kinds = ", ".join(f"{kind.count} {kind.code}" for kind in fact.quarantined)
-    return f"read {plural(fact.accepted, 'record')}" + (f", {bad:,} in quarantine ({kinds})" if bad else "")
+    skipped = ""
+    if fact.skipped_files == 1:
+        skipped = f"; 1 file is no image: {fact.skipped_example}"
+    elif fact.skipped_files:
+        skipped = f"; {fact.skipped_files:,} files are no images, such as {fact.skipped_example}"
+    return f"read {plural(fact.accepted, 'record')}" + (f", {bad:,} in quarantine ({kinds})" if bad else "") + skipped
 
 
 def _progress(fact: dataset.DatasetProgress) -> str:

@@ -52,6 +52,10 @@ class DatasetIngested(IngestionFact, fact="ingested"):
     left_out: int = 0
     #: Where the statistics of the train split are, if there are any.
     statistics_uri: ObjectUri | None = None
+    #: Files among images that are none, by their names, and the first of them. They count neither as records nor as
+    #: broken.
+    skipped_files: int = 0
+    skipped_example: str = ""
 
 
 class DatasetIngestFailed(IngestionFact, fact="ingest_failed"):

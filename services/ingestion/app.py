@@ -195,6 +195,8 @@ def ingested_fact(ingestion: SourceWork, result: IngestionResult) -> DatasetInge
         classes=outcome.classes,
         left_out=outcome.left_out,
         statistics_uri=result.statistics_uri,
+        skipped_files=outcome.skipped,
+        skipped_example=outcome.skipped_example,
     )
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import structlog
 from pydantic import ValidationError
 
-from contracts.data_formats import FORMAT_BY_SUFFIX, find_format_mismatch, recognize_format
+from contracts.data_formats import FORMAT_BY_SUFFIX, cannot_be_image, find_format_mismatch, recognize_format
 from contracts.datasets import canonical_json, ingestion_uri
 from contracts.problems import describe_problems, join_problems
 from contracts.spec.data import DataSource
@@ -25,7 +25,7 @@ from services.ingestion.core.records import InvalidRecord
 from services.ingestion.core.validation import Fingerprint, Outcome, Tally
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
-from services.ingestion.file_tables import LABELS, MANIFEST, read_file_table, reject_missing_files
+from services.ingestion.file_tables import LABELS, MANIFEST, FileTable, read_file_table, reject_missing_files
 from services.ingestion.record_files import RecordFiles
 from services.ingestion.record_intake import FoundRecord, RecordConsumer, RecordIntake
 from services.ingestion.sources import Source, SourceObject
@@ -108,8 +108,8 @@ class IngestionJob:
             fingerprint = await self._list()
             folder_uri = ingestion_uri(self._bucket, fingerprint)
             await self._objects.ensure_bucket(self._bucket)
-            with suppress(ObjectNotFound):
-                outcome = await self._reuse(f"{folder_uri}/{DONE}")
+            outcome = await self._reuse(f"{folder_uri}/{DONE}")
+            if outcome is not None:
                 return IngestionResult(self._data, fingerprint, folder_uri, outcome, reused=True)
             expected_bytes = self._catalog.size_of_listing()[1] * EXPANSION.get(self._data.format, 1)
             self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
@@ -119,18 +119,23 @@ class IngestionJob:
                 self._packs.discard_open()
             return IngestionResult(self._data, fingerprint, folder_uri, self._tally.outcome(), reused=False)
 
-    async def _reuse(self, done_uri: str) -> Outcome:
+    async def _reuse(self, done_uri: str) -> Outcome | None:
         """Return the outcome of an earlier ingestion, renewed: garbage collection removes what is old and unused.
 
-        Raises:
-            ObjectNotFound: there is none, or it is being removed.
+        None: there is none, it is being removed, or it has counts that are made anew. The records are the same then.
         """
-        content = await self._objects.get(done_uri)
-        there = await self._objects.head(done_uri)
-        with suppress(ObjectChanged):  # another job has just renewed it
-            if not await self._objects.renew(there):
-                await self._objects.put(done_uri, content)
-        return Outcome.model_validate_json(content)
+        with suppress(ObjectNotFound):
+            content = await self._objects.get(done_uri)
+            outcome = Outcome.model_validate_json(content)
+            if self._data.format == "images" and outcome.counts_other_files:
+                await self._objects.delete(done_uri)
+                return None
+            there = await self._objects.head(done_uri)
+            with suppress(ObjectChanged):  # another job has just renewed it
+                if not await self._objects.renew(there):
+                    await self._objects.put(done_uri, content)
+            return outcome
+        return None
 
     def _check_request(self) -> None:
         if self._data.format != "auto" and (problem := find_impossible_check(self._data)) is not None:
@@ -166,9 +171,7 @@ class IngestionJob:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
             await self._validate(quarantine, folder_uri)
             await run_in_thread(commit_records, self._data, self._catalog, self._intake, self._tally, self._folder)
-        await self._store(
-            folder_uri, {"version": 2, "fingerprint": fingerprint, **self._tally.outcome().model_dump(mode="json")}
-        )
+        await self._store(folder_uri, {"fingerprint": fingerprint, **self._tally.outcome().model_dump(mode="json")})
 
     # -- listing --------------------------------------------------------------
 
@@ -224,10 +227,21 @@ class IngestionJob:
             if table is None or is_images
             else BinaryFiles(self._data, table)
         )
-        files = (listed for listed in self._files() if table is None or listed.path != table.listed.path)
+        files = (
+            listed
+            for listed in self._files()
+            if (table is None or listed.path != table.listed.path) and not (is_images and self._skip(listed, table))
+        )
         await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, consume)
         if table is not None:
             await run_in_thread(reject_missing_files, table, self._intake)
+
+    def _skip(self, listed: SourceObject, table: FileTable | None) -> bool:
+        """Return whether a file among images is none, by its name, and count it. A table that names it means it."""
+        is_skipped = cannot_be_image(listed.path) and (table is None or table.of(listed.path) is None)
+        if is_skipped:
+            self._tally.skip(listed.path)
+        return is_skipped
 
     async def _validate_records(self, consume: RecordConsumer) -> None:
         """Validate objects that hold many records."""

@@ -14,6 +14,7 @@ import pytest
 
 from contracts.spec.data import DataSource, Split
 from services.ingestion import blob_packs, whole_files
+from services.ingestion.core.validation import find_objection
 from services.kit.bus import PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged
@@ -71,7 +72,10 @@ async def test_images_by_folder(ingest: Ingesting, objects: ObjectStore, lake: s
         "0/cut.png": image_bytes(1, size=64)[:90],
         "1/lies.png": image_bytes(2, "JPEG"),
         "1/empty.png": b"",
-        "2/readme.txt": b"hello",
+        "2/phone.heic": b"hello",
+        "0/LICENSE": b"hello",
+        "2/notes.txt": b"hello",
+        "tables/labels.csv": b"hello",
         "top.png": image_bytes(3),
         "0/scan_0000.jpg": image_bytes(4, "JPEG"),
         "1/.hidden": b"ignored",
@@ -86,6 +90,7 @@ async def test_images_by_folder(ingest: Ingesting, objects: ObjectStore, lake: s
     # Of two files that differ in the extension alone the first in the order of keys is kept.
     expected = ("truncated", "wrong_extension", "empty", "unknown_extension", "no_label", "duplicate_key")
     assert codes == dict.fromkeys(expected, 1)
+    assert (found.outcome.skipped, found.outcome.skipped_example) == (3, "0/LICENSE")
     quarantine = await lines(objects, found.quarantine_uri)
     assert {entry["code"] for entry in quarantine} == set(codes)
     assert all(entry["uri"].startswith(f"{lake}/digits/") and entry["etag"] for entry in quarantine)
@@ -95,6 +100,23 @@ async def test_images_by_folder(ingest: Ingesting, objects: ObjectStore, lake: s
     for record in index:
         content = pack[record["pack_offset"] : record["pack_offset"] + record["size"]]
         assert content == await objects.get(record["uri"])
+
+
+async def test_counts_of_an_earlier_version_are_made_anew(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
+    await fill(objects, f"{lake}/digits", {**digits_lake(40), "0/notes.txt": b"hello"})
+    data = DataSource(source=f"{lake}/digits", format="images")
+    first = await ingest(data)
+    done_uri = f"{first.folder_uri}/done.json"
+    done = json.loads(await objects.get(done_uri))
+    broken = {"code": "unknown_extension", "count": 1, "example": "0/notes.txt"}
+    earlier = {**done, "version": 2, "broken": 1, "broken_objects": 1, "objects": 41, "quarantined": [broken]}
+    await objects.put(done_uri, json.dumps({key: earlier[key] for key in earlier if "skipped" not in key}).encode())
+    index = await objects.get(first.index_uri)
+    again = await ingest(data)
+    assert (again.reused, again.fingerprint, again.outcome) == (False, first.fingerprint, first.outcome)
+    assert find_objection(again.outcome, data, again.quarantine_uri) is None
+    assert await objects.get(first.index_uri) == index
+    assert (await ingest(data)).reused
 
 
 async def test_images_by_labels_csv(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:

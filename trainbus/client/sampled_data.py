@@ -102,5 +102,5 @@ async def _fetch(http: httpx.AsyncClient, path: str, part: tuple[int, int] | Non
     headers = {} if part is None else {"Range": f"bytes={part[0]}-{part[1] - 1}"}
     async with http.stream("GET", path, headers=headers) as answer:
         if answer.status_code != (200 if part is None else 206):
-            raise ValueError(f"{path}: {answer.status_code}")
+            raise ValueError(f"the gateway answers {path} with {answer.status_code}")
         return await answer.aread()

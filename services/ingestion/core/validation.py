@@ -54,6 +54,9 @@ class Tally:
     broken_labels: Counter[str] = field(default_factory=Counter)
     objects: int = 0
     broken_objects: int = 0
+    #: Files among images that are none, and the first of them.
+    skipped: int = 0
+    skipped_example: str = ""
     #: Two records of one content in different splits: key and split of each.
     leak: tuple[str, str, str, str] | None = None
     statistics: bool = False
@@ -83,6 +86,12 @@ class Tally:
         self.broken_objects += whole_object
         if label is not None:
             _count(self.broken_labels, label)
+
+    def skip(self, path: str) -> None:
+        """Count a file that is no record, and no object that may be broken."""
+        self.objects -= 1
+        self.skipped += 1
+        self.skipped_example = self.skipped_example or path
 
     @property
     def too_many_classes(self) -> bool:
@@ -131,6 +140,8 @@ class Outcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    #: Of done.json. Before version 3 files that are no images counted as broken ones.
+    version: int = 3
     accepted: int
     left_out: int
     splits: dict[str, int]
@@ -140,11 +151,18 @@ class Outcome(BaseModel):
     broken: int
     objects: int
     broken_objects: int
+    skipped: int = 0
+    skipped_example: str = ""
     quarantined: tuple[QuarantineCount, ...]
     worst_class: tuple[str, int, int] | None
     leak: tuple[str, str, str, str] | None
     #: Whether ``statistics.json`` is beside the index.
     statistics: bool
+
+    @property
+    def counts_other_files(self) -> bool:
+        """Whether an earlier version may have counted files beside images as broken ones."""
+        return self.version < 3 and any(fault.code == "unknown_extension" for fault in self.quarantined)
 
 
 def find_objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:

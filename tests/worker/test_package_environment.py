@@ -337,8 +337,16 @@ def test_requirements_decide_before_a_pyproject_and_a_lock_before_both(tmp_path:
     kinds = []
     for name in ("", "requirements.txt", "uv.lock"):
         if name:
-            (tmp_path / name).write_text("")
+            (tmp_path / name).write_text("a\n")
         found = find_requirements(tmp_path)
         assert found is not None
         kinds.append(found.kind)
     assert kinds == ["pyproject.toml", "requirements.txt", "uv.lock"]
+
+
+def test_requirements_of_comments_ask_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("# packages of this project\n\n-r more.txt\n")
+    (tmp_path / "more.txt").write_text("  # none\n")
+    assert find_requirements(tmp_path) is None
+    (tmp_path / "more.txt").write_text("numpy  # for arrays\n")
+    assert find_requirements(tmp_path) is not None

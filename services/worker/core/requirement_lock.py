@@ -65,6 +65,12 @@ def included_files(text: str) -> Iterator[str]:
             yield match[1]
 
 
+def asks_for_packages(text: str) -> bool:
+    """Return whether a requirement file has a line that is no comment and does more than include another file."""
+    lines = (line.strip() for line in text.splitlines())
+    return any(line and not line.startswith("#") and not INCLUDES.match(line) for line in lines)
+
+
 def index_options(text: str) -> list[str]:
     """Return the lines of a requirement file that say where packages are."""
     return [line.strip() for line in text.splitlines() if INDEX_OPTION.match(line.strip())]

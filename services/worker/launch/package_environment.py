@@ -34,6 +34,7 @@ from services.worker import metrics
 from services.worker.core.requirement_lock import (
     FULL_DISK_SIGN,
     LockEntry,
+    asks_for_packages,
     explain_error,
     find_unlocked,
     format_lock,
@@ -88,9 +89,11 @@ def find_requirements(folder: Path) -> ProjectRequirements | None:
     """
     if (folder / UV_LOCK).is_file() and (folder / PYPROJECT).is_file():
         return ProjectRequirements(UV_LOCK, {name: _read(folder, name) for name in (UV_LOCK, PYPROJECT)})
+    files: dict[str, str] = {}
     if (folder / REQUIREMENTS).is_file():
-        files: dict[str, str] = {}
         _read_included(folder, REQUIREMENTS, files)
+    # Lines that are comments, or include such files, ask for nothing.
+    if any(asks_for_packages(text) for text in files.values()):
         # Folders of the project that are asked for: what they need themselves is decided by their own files.
         for project in find_local_projects(folder):
             paths = (project / name for name in PROJECT_FILES)

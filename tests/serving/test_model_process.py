@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from services.serving.core.signature import infer_inputs, without_labels
 from services.serving.process import to_problem
 from trainbus import Task
 from trainbus.model.process import InputError, Predictor
+from trainbus.model.pyfunc import PyfuncModel
+from trainbus.task import TaskError
 
 
 class Wine(Task):
@@ -67,6 +70,14 @@ def test_a_label_that_was_added_is_not_said_to_be_in_the_row(predictor: Predicto
     assert to_problem(problem, signature.labels) == InputProblem(
         "rows.0.hue", "the field 'hue' is missing; the row has 'acid'"
     )
+
+
+def test_mlflow_says_which_field_is_missing(predictor: Predictor) -> None:
+    model = PyfuncModel(nn.Linear(2, 2), Wine(), torch.device("cpu"))
+    with pytest.raises(TaskError, match=r"^row 1: the field 'hue' is missing; the row has 'acid', 'target'$"):
+        model.predict([{"acid": 1, "hue": 1, "target": 0}, {"acid": 1, "target": 0}])
+    with pytest.raises(TaskError, match=r"^row 0: the field 'acid' is missing; the row has 'hue'$"):
+        model.predict(pandas.DataFrame([{"hue": 1}]))
 
 
 def test_a_key_that_the_row_has_is_not_said_to_be_missing(

@@ -35,6 +35,7 @@ from contracts.model_process import (
     encode_frame,
     pack_bytes,
 )
+from trainbus.model.missing_field import find_missing_field
 from trainbus.model.saved_model import load_model_and_task
 from trainbus.task import CLASS_FIELD, ROW_FIELD, Task, TaskError, describe
 
@@ -199,8 +200,7 @@ class Predictor:
 
     def _describe_problem(self, row: int, sample: Mapping[str, bytes], error: Exception) -> dict[str, Any]:
         present = list(json.loads(sample[ROW_FIELD])) if ROW_FIELD in sample else list(sample)
-        name = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if isinstance(name, str) and name not in present:
+        if (name := find_missing_field(error, present)) is not None:
             return {"row": row, "field": name, "text": f"the field {name!r} is missing", "present": present}
         fields = [name for name in sample if name != CLASS_FIELD]
         field = fields[0] if len(fields) == 1 and fields[0] != ROW_FIELD else ""

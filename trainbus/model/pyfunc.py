@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainbus.model.missing_field import find_missing_field
 from trainbus.model.saved_model import load_model_and_task
 from trainbus.task import CLASS_FIELD, ROW_FIELD, Task, TaskError
 
@@ -34,7 +35,7 @@ class PyfuncModel:
                 a dict of arrays, go into the model as tensors.
 
         Raises:
-            TaskError: the samples cannot be decoded, or the Task does not predict.
+            TaskError: a row lacks a field that ``decode`` reads, or the Task does not predict.
         """
         import pandas as pd
 
@@ -60,8 +61,17 @@ class PyfuncModel:
         array = np.asarray(value)
         return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array).to(self._device)
 
+    def _decode(self, number: int, row: Mapping[str, Any]) -> Any:
+        try:
+            return self._task.decode(_to_sample(row))
+        except KeyError as error:
+            if (name := find_missing_field(error, row)) is None:
+                raise
+            sent = ", ".join(map(repr, row)) or "no fields"
+            raise TaskError(f"row {number}: the field {name!r} is missing; the row has {sent}") from error
+
     def _predict_rows(self, rows: Any) -> dict[str, Any]:
-        examples = [self._task.decode(_to_sample(row)) for row in rows]
+        examples = [self._decode(number, row) for number, row in enumerate(rows)]
         batch = _move(self._task.collate(examples), self._device)
         predicted = self._task.predict(self._model, batch)
         if predicted is None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from contracts.events.train import TrainRequested
 from trainbus.client.client import AsyncClient, Client
+from trainbus.client.errors import TrainbusError
 from trainbus.client.submission import SubmittedRun
 from trainbus.commands.catalogue import COMMANDS_BY_MODULE, load_commands
 from trainbus.commands.main import app
@@ -97,6 +98,7 @@ class RecordingClient:
 def test_the_flags_of_submit_are_the_clients_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainbus.client.client.AsyncClient", RecordingClient)
     monkeypatch.setattr("trainbus.client.capacity.find_shortage", AsyncMock(return_value=""))
+    monkeypatch.setattr("trainbus.client.runs.find_rejection", AsyncMock(return_value=""))
     flags = "--slots 1..4 --epochs 3 --format jsonl --id e1 --param lr=0.1 --param name=adam --init-exclude head.*"
     command = ["submit", "examples/digits", "task:Digits", "--data-dir", "d", "--json", *flags.split()]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -115,3 +117,10 @@ def test_the_flags_of_submit_are_the_clients_options(monkeypatch: pytest.MonkeyP
         }
     ]
     assert CliRunner().invoke(app, [*command, "--epochs", "0"]).exit_code == 2
+    monkeypatch.setattr(
+        "trainbus.client.runs.find_rejection", AsyncMock(return_value="rejected: the team has no quota")
+    )
+    refused = CliRunner().invoke(app, command)
+    assert json.loads(refused.stdout)["run_id"] == "r1"
+    assert isinstance(refused.exception, TrainbusError)
+    assert str(refused.exception) == "run r1 was rejected: the team has no quota"

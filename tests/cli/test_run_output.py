@@ -31,6 +31,7 @@ from contracts.events.run import (
     RunPlaced,
     RunProgress,
     RunQueued,
+    RunRejected,
     RunStarted,
 )
 from contracts.events.study import StudyAccepted, TrialEnded, TrialSuggested
@@ -108,6 +109,13 @@ COMPLETED = RunCompleted(run_id=RUN, generation=1)
 
 
 # -- following ------------------------------------------------------------------
+
+
+async def test_a_rejection_is_found_and_nothing_else(client: AsyncClient, bus: Bus) -> None:
+    await publish(bus, accepted("raccepted"), RunRejected(run_id="rrejected", reason="no quota"))
+    assert await runs.find_rejection(client.connection, "rrejected", 60) == "rejected: no quota"
+    assert await runs.find_rejection(client.connection, "raccepted", 60) == ""
+    assert await runs.find_rejection(client.connection, "runanswered", 0.1) == ""
 
 
 async def test_everything_that_was_printed_comes_before_the_end(client: AsyncClient, bus: Bus) -> None:

@@ -16,7 +16,7 @@ from contracts.events import run
 from contracts.metric_names import describe_absent_metrics
 from contracts.pace import TrainingPace
 from trainbus.client.connection import Connection
-from trainbus.client.errors import UsageError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.run_list import read_run
 from trainbus.client.stored_event import StoredEvent
 from trainbus.client.views import RunView
@@ -248,6 +248,22 @@ async def wait_for_event(
                     if accepts(message.event):
                         return message.event
     return None
+
+
+async def find_rejection(connection: Connection, run_id: str, timeout_s: float) -> str:
+    """Return in words that the scheduler has rejected a request; '' if it has accepted it, or gives no answer in time.
+
+    A gateway that is away counts as one that gives none: the request is on the bus.
+    """
+    with contextlib.suppress(TrainbusError):
+        answer = await wait_for_event(
+            connection, 1, subjects.run(run_id), lambda event: event.fact in ("accepted", "rejected"), timeout_s
+        )
+        if isinstance(answer, run.RunRejected):
+            from contracts.texts import describe  # it imports every type of event
+
+            return describe(answer)
+    return ""
 
 
 def apply_progress(view: RunView, event: run.RunProgress, pace: TrainingPace) -> None:

@@ -68,9 +68,16 @@ async def submit(
         # JSON stays alone on stdout.
         await print_run(client, submitted.run_id, parse_rank(rank), stderr=as_json)
         return
-    from trainbus.client.capacity import find_shortage
+    from trainbus.client.capacity import PATIENCE_S, find_shortage
+    from trainbus.client.runs import find_rejection
 
-    if shortage := await find_shortage(client.connection, submitted.request):
+    shortage, rejection = await asyncio.gather(
+        find_shortage(client.connection, submitted.request),
+        find_rejection(client.connection, submitted.run_id, PATIENCE_S),
+    )
+    if rejection:
+        raise TrainbusError(f"run {submitted.run_id} was {rejection}")
+    if shortage:
         print(f"{submitted.run_id}: {shortage}", file=sys.stderr)
 
 

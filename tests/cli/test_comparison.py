@@ -51,3 +51,11 @@ def test_the_same_requests_have_no_differences() -> None:
 def test_a_curve_is_on_the_scale_of_all() -> None:
     drawn = draw_curve([(0, 0.0), (95, 1.0)], 0.0, 2.0, 95)
     assert (drawn[0], drawn[-1], len(drawn)) == ("▁", "▅", 48)
+
+
+def test_the_step_of_a_script_that_reported_none_is_not_known() -> None:
+    script = RunSpec(name="script", command=["true"])
+    ended, running = RunView("a", state="completed", spec=script), RunView("b", state="running", spec=script)
+    trained = RunView("c", state="completed", step=7, spec=script)
+    found = compare_runs([RunResult(each.run_id, each, {}) for each in (ended, running, trained)])
+    assert [each.step for each in found.runs] == [None, 0, 7]

@@ -38,7 +38,8 @@ class ComparedRun:
     label: str
     run_id: str
     state: str
-    step: int
+    #: None: a script has reported none.
+    step: int | None
     metrics: dict[str, MetricSummary]
 
 
@@ -75,7 +76,7 @@ def compare_runs(results: Sequence[RunResult], metrics: Sequence[str] = ()) -> C
             result.label,
             result.view.run_id,
             result.view.state,
-            result.view.step if result.checkpoint is None else result.checkpoint[0],
+            result.view.known_step if result.checkpoint is None else result.checkpoint[0],
             {name: found for name, mode in modes.items() if (found := _summarize(result, name, mode)) is not None},
         )
         for result in results

@@ -96,6 +96,13 @@ class RunView:
         return self.state in TERMINAL_STATES
 
     @property
+    def known_step(self) -> int | None:
+        """The step; None for a script that has reported none."""
+        is_script = self.spec is not None and self.spec.command is not None
+        has_trained = self.last_checkpoint is not None or (is_script and self.ended)
+        return None if has_trained and not self.step and not self.total_steps else self.step
+
+    @property
     def left_s(self) -> float | None:
         """Seconds of training that are left at its present speed; None while that is not known."""
         if self.state != "running" or self.total_steps is None or not self.steps_per_s:

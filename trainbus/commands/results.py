@@ -133,7 +133,7 @@ def _print_metrics(found: Comparison) -> None:
     labels = [render.escape(each.label) for each in found.runs]
     table = render.table("metric", "", *labels, right=labels)
     table.add_row("state", "", *(render.state(each.state) for each in found.runs))
-    table.add_row("step", "", *(str(each.step) for each in found.runs))
+    table.add_row("step", "", *("-" if each.step is None else str(each.step) for each in found.runs))
     for name, mode in found.modes.items():
         summaries = [each.metrics.get(name) for each in found.runs]
         choose = min if mode == "min" else max

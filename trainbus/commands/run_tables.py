@@ -104,7 +104,7 @@ def _list_cells(view: RunView, now: datetime, *, narrow: bool) -> dict[str, str]
 
 def _format_step(view: RunView) -> str:
     """Return the step; nothing for a script that reports none."""
-    if view.step == 0 and not view.total_steps and view.last_checkpoint is not None:
+    if view.known_step is None:
         return ""
     return str(view.step) + (f"/{view.total_steps}" if view.total_steps else "")
 

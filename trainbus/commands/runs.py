@@ -187,8 +187,9 @@ async def show(client: AsyncClient, name: Run, as_json: Json = False) -> None:
         console.print(run_tables.render_timeline(view.timeline, view.requested_at))
     if view.is_timeline_cut:
         console.print(f"(its newest facts; all of them: `trainbus events {view.run_id}`)", style="dim")
-    if view.log_tail:
-        console.print("the last lines of its output:", style="dim")
+    if view.log_tail and view.state != "completed":
+        of = "its output" if view.ended else "the attempt before"
+        console.print(f"the last lines of {of}:", style="dim")
         console.print(render.visible("\n".join(view.log_tail)), markup=False, soft_wrap=True)
 
 

@@ -90,11 +90,21 @@ def test_a_failed_copy_keeps_nothing(generation: Path, tmp_path: Path) -> None:
     assert not (generation / "rank_0.jsonl").exists()
 
 
-def test_only_rank_0_keeps(generation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    (tmp_path / "ckpt.pt").write_text("x")
-    trainbus.checkpoint("ckpt.pt")
+@pytest.mark.parametrize(("local_rank", "keeps"), [("0", True), ("1", False)])
+def test_one_rank_of_each_node_keeps(
+    generation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, keeps: bool
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    trainbus.checkpoint("only-on-the-node-of-rank-0.pt")
     assert not (generation / "kept").exists()
+    (tmp_path / "ckpt.pt").write_text("x")
+    trainbus.checkpoint("ckpt.pt", step=3)
+    assert (generation / "kept").exists() == keeps
+    if keeps:
+        (line,) = read_lines(generation, 5)
+        assert isinstance(line, KeepLine)
+        assert line.step == 3
 
 
 def test_artifact_lies_in_the_output_folder(generation: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.blob_repair import repair_blobs
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs, file_ranges, find_bases
+from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs, UploadError, file_ranges, find_bases
 from services.worker.core import checkpoint_chunks as core
 from services.worker.core.checkpoint_chunks import DeltaBases
 from tests.worker.conftest import World
@@ -439,3 +439,31 @@ async def test_agent_sends_deltas_and_writes_dvc_pointers(world: World, agent: A
         key = pointer_key("default", "r1", staged.epoch, staged.step, staged.generation, "n1")
         outs = yaml.safe_load(await world.objects.get(f"s3://{world.settings.bucket_models}/{key}"))["outs"]
         assert [out["path"] for out in outs] == ["model-0.safetensors", "state_0.json"]
+
+
+async def test_blobs_of_another_node_are_renewed(
+    tmp_path: Path, objects: ObjectStore, s3_settings: Settings, cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old blob, which garbage collection may be about to delete, is another one then; with the same content."""
+    paths = {name: tmp_path / name for name in ("small", "large")}
+    for name, path in paths.items():
+        path.write_bytes(os.urandom(100 if name == "small" else 9 * MIB))
+    files = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).upload(paths)
+    uris = [uri for file in files for uri in file.uris]
+    before = {uri: await objects.head(uri) for uri in uris}
+
+    other = CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs())
+    await other.renew(files)
+    assert {uri: await objects.head(uri) for uri in uris} == before
+
+    monkeypatch.setattr("services.kit.store.objects.REUSE_AGE_S", 0.0)
+    for _ in range(2):  # every other renewal of a small object sends it again
+        await other.renew(files)
+        after = {uri: await objects.head(uri) for uri in uris}
+        assert all(after[uri].etag != before[uri].etag for uri in uris)
+        before = after
+    for uri in uris:
+        assert hashlib.sha256(await objects.get(uri)).hexdigest() == blob_sha256(uri)
+    await objects.delete(uris[-1])
+    with pytest.raises(UploadError, match="has lost"):
+        await other.renew(files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -277,3 +278,32 @@ async def test_a_file_of_two_nodes_is_told_of_once(world: World, agent: Any, com
     assert notices["n2"] == ""
     assert sum("log of node n2" in line for line in await lines(world)) == 1
     assert (await restore(world, tmp_path / "f"))["log"] == "zero"
+
+
+async def test_a_node_whose_last_files_do_not_come_is_named(
+    world: World, agent: Any, commits: None, tmp_path: Path
+) -> None:
+    await agent()
+    await place(world, tmp_path, "write zero x, wait never", "wait never")
+    await staged_files(world, "zero")
+    await stop(world, grace_s=2)
+    await world.wait_for(RunReleased)
+    assert any(line.startswith("trainbus: what the script wrote last on n2 did not") for line in await lines(world))
+    assert set(await restore(world, tmp_path / "f")) == {"zero"}
+
+
+async def test_a_list_that_lies_is_left_out(world: World, agent: Any, commits: None, tmp_path: Path) -> None:
+    await agent()
+    await place(world, tmp_path, "write zero x, wait more, write more x, wait never", "wait never")
+    await staged_files(world, "zero")
+    await world.objects.put("s3://models/elsewhere", b"{}")
+    digest = hashlib.sha256(b"{}").hexdigest()
+    listing = {"uri": "s3://models/elsewhere", "sha256": digest, "size_bytes": 2, "files_bytes": 0}
+    ref = {"run_id": "r1", "generation": 1, "node_id": "n2", "listing": listing}
+    for value in (b"not JSON", b"{}", json.dumps({**ref, "node_id": "n9"}).encode(), json.dumps(ref).encode()):
+        await world.bus.put_in_bucket(topology.OUTPUTS, "r1.1.n2", value)
+    (tmp_path / "more").touch()
+    await staged_files(world, "more")
+    await stop(world, grace_s=2)
+    await world.wait_for(RunReleased)
+    assert set(await restore(world, tmp_path / "f")) == {"zero", "more"}

@@ -120,7 +120,7 @@ class AsyncClient:
         from trainbus.client.opened_submission import open_submission
         from trainbus.client.submission import SubmittedRun
 
-        async with open_submission(self, project, task, options) as opened:
+        async with open_submission(self.connection, self.address, project, task, options) as opened:
             outcome = await opened.check(opened.request)
         request = await opened.upload()
         sent = await self.connection.publish_request(request, options.get("event_id"))

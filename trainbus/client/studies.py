@@ -118,7 +118,7 @@ async def submit_study(
     run_body = dict(body.get("run") or {})
     if run_body:
         options["request"] = run_body
-    async with open_submission(client, project, task, options) as opened:
+    async with open_submission(client.connection, client.address, project, task, options) as opened:
         wanted = {**body, "run": opened.request.model_dump(mode="json", exclude_unset=True)}
         wanted.setdefault("name", opened.request.name)
         try:

@@ -21,7 +21,8 @@ from contracts.manifest import files_of
 from contracts.node_outputs import OUTPUTS_FOLDER, REQUESTED_FOLDER, NodeOutputs, PackedFile
 from contracts.ranks import KeepLine, json_line
 from services.kit.kept_files import KeptLayout, copy_outputs, list_files, pack_node_files, unpack_files
-from services.worker.checkpoints.output_folder import OutputKeeper, peer_files_path
+from services.worker.checkpoints.output_folder import OutputKeeper
+from services.worker.checkpoints.packed_outputs import peer_files_path
 from services.worker.core.journal import JournalSource
 from services.worker.core.output_merge import PeerListing
 from services.worker.ranks.journal_follower import JournalFollower

@@ -22,18 +22,22 @@ from typing import Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import CheckpointRef, Member, RunPlaced
-from contracts.formats import plural
-from contracts.manifest import encode_listing, run_of_manifest
-from contracts.node_outputs import OUTPUTS_FOLDER, REQUESTED_FOLDER, PackedFile
+from contracts.manifest import run_of_manifest
 from contracts.ranks import OUTPUT_DIR_VARIABLE, CheckpointLine, KeepLine
 from services.kit.concurrency import run_in_thread
-from services.kit.kept_files import KeptLayout, list_files, pack_files, pack_node_files
-from services.kit.store.files import hash_file, is_inside
+from services.kit.kept_files import KeptLayout, list_files
+from services.kit.store.files import is_inside
+from services.worker.checkpoints.packed_outputs import (
+    MAX_NAMED_FILES,
+    CopiedFiles,
+    describe_conflicts,
+    pack_checkpoint,
+    pack_node,
+)
 from services.worker.checkpoints.peer_outputs import PeerOutputs, describe_unfinished
 from services.worker.core.journal import RankState
-from services.worker.core.output_merge import Conflict, PeerListing, merge_names, place_files
+from services.worker.core.output_merge import Conflict, PeerListing
 from services.worker.core.output_versions import (
     FileVersion,
     SettledFiles,
@@ -63,12 +67,8 @@ FREE_BYTES = 2**30
 FILE_CLOCK = 5 if sys.platform == "linux" else time.CLOCK_REALTIME
 #: Writes in a row that must have different times.
 STAMP_TRIALS = 10
-#: Files that a notice names.
-MAX_NAMED_FILES = 3
 #: Problems that a notice names.
 MAX_NAMED_PROBLEMS = 3
-#: Folder in a checkpoint with the content of the output folder, beside what the script asked to keep.
-OUTPUTS_NAME = "outputs"
 #: Seconds for which a request on rank 0's node waits until other nodes have stored the same one of theirs, and for
 #: which it waits if their scripts have asked for nothing yet: they may never do so.
 REQUEST_WAIT_S = 600.0
@@ -113,26 +113,6 @@ class KeptState(BaseModel):
     origin: str | None = None
     #: The step with which it began so; what it keeps itself is beyond that.
     origin_step: int = 0
-
-
-class NodeSnapshot(BaseModel):
-    """What a node without rank 0 has beside a packed tree: the part of its listing that no upload tells."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    packed: dict[str, PackedFile]
-    deleted: tuple[str, ...]
-    requests: int
-
-
-def peer_files_path(packed: Path) -> Path:
-    """Return where the list of other nodes' files is that belong to a packed tree."""
-    return packed.with_name(f"{packed.name}.peers.json")
-
-
-def node_snapshot_path(packed: Path) -> Path:
-    """Return where the ``NodeSnapshot`` of a packed tree is."""
-    return packed.with_name(f"{packed.name}.node.json")
 
 
 class LeaseError(Exception):
@@ -636,89 +616,32 @@ class OutputKeeper:
             # The last requested checkpoint stays what it is; only the output folder has changed.
             requested = dict(_link_tree(before / "requested", target / "requested"))
         versions = dict(self._copy_outputs(tree, complete, before, target / "outputs"))
-        outputs = {name: target / "outputs" / name for name in versions}
+        laid_out = self._state.laid_out
+        files = CopiedFiles(
+            requested,
+            {name: target / "outputs" / name for name in versions},
+            asked_here=self._state.requests > 0,
+            written=frozenset(name for name, version in versions.items() if version != laid_out.get(name)),
+            deleted=frozenset(laid_out.keys() - versions.keys()),
+        )
         if self._rank != 0:
-            self._pack_for_rank_0(requested, outputs, versions, packed)
-        elif not self._pack(requested, outputs, versions, listings, observed.reported.matches_end, packed):
-            shutil.rmtree(target, ignore_errors=True)
-            return None
+            pack_node(files, self._node_rank, self._state.requests, packed)
+        else:
+            layout = KeptLayout(artifacts=tuple(self.artifacts), matches=observed.reported.matches_end)
+            conflicts = pack_checkpoint(files, listings, layout, packed, self._check_limits)
+            if conflicts is None:
+                shutil.rmtree(target, ignore_errors=True)
+                return None
+            self._note_conflicts(conflicts)
         self._state.unkept.pop("refused", None)
         return versions
-
-    def _pack(
-        self,
-        requested: Mapping[str, Path],
-        outputs: Mapping[str, Path],
-        versions: Mapping[str, FileVersion],
-        listings: Sequence[PeerListing],
-        matches: dict[str, int],
-        packed: Path,
-    ) -> bool:
-        """Write the packed form of a checkpoint, with the files of other nodes; return False if there are no files.
-
-        Raises:
-            OutputLimitError: the files of all nodes are too many or too large.
-        """
-        written = {name: versions[name] != self._state.laid_out.get(name) for name in outputs}
-        # Before this generation's first request they are those of the checkpoint that it resumed.
-        asked_here = dict.fromkeys(requested, self._state.requests > 0)
-        asked = merge_names(asked_here, listings, REQUESTED_FOLDER, lambda name: hash_file(requested[name]))
-        merged = merge_names(written, listings, OUTPUTS_FOLDER, lambda name: hash_file(outputs[name]))
-        standing_requests = asked.own.union(*asked.peers.values())
-        prefix = _free_name(standing_requests) if standing_requests else ""
-        taken = [
-            place_files(peer, merged.peers[peer.node_rank], asked.peers[peer.node_rank], prefix) for peer in listings
-        ]
-        files = {name: requested[name] for name in asked.own}
-        files |= {f"{prefix}/{name}" if prefix else name: outputs[name] for name in merged.own}
-        count = len(files) + sum(each.count for each in taken)
-        if count == 0:
-            return False
-        has_outputs = bool(merged.own or any(merged.peers.values()))
-        size_bytes = sum(path.stat().st_size for path in files.values()) + sum(each.size_bytes for each in taken)
-        if taken:
-            self._check_limits(count, size_bytes, f"with those of {plural(len(taken), 'other node')} ")
-        layout = KeptLayout(
-            outputs=prefix if has_outputs or not standing_requests else None,
-            artifacts=tuple(self.artifacts),
-            matches=matches,
-            node_packs={name: left_out for each in taken for name, left_out in each.packs.items()},
-        )
-        pack_files(files, layout, packed)
-        _write_peer_files([file for each in taken for file in each.files], packed)
-        self._note_conflicts([*asked.conflicts, *merged.conflicts])
-        return True
 
     def _note_conflicts(self, conflicts: Sequence[Conflict]) -> None:
         had_any = self._state.unkept.pop("conflicts", None) is not None
         if conflicts:
-            self._state.unkept["conflicts"] = _describe_conflicts(conflicts)
+            self._state.unkept["conflicts"] = describe_conflicts(conflicts)
             if not had_any:
                 self._warn(self._state.unkept["conflicts"])
-
-    def _pack_for_rank_0(
-        self,
-        requested: Mapping[str, Path],
-        outputs: Mapping[str, Path],
-        versions: Mapping[str, FileVersion],
-        packed: Path,
-    ) -> None:
-        """Write the packed form of what this node's script has written, for the checkpoints of rank 0's node."""
-        laid_out = self._state.laid_out
-        files = {f"{REQUESTED_FOLDER}/{name}": path for name, path in requested.items()}
-        files |= {
-            f"{OUTPUTS_FOLDER}/{name}": path for name, path in outputs.items() if versions[name] != laid_out.get(name)
-        }
-        in_pack = pack_node_files(files, self._node_rank, packed)
-        snapshot = NodeSnapshot(
-            packed={
-                path: PackedFile(sha256=hash_file(files[path]), size_bytes=files[path].stat().st_size)
-                for path in sorted(in_pack)
-            },
-            deleted=tuple(sorted(laid_out.keys() - versions.keys())),
-            requests=self._state.requests,
-        )
-        node_snapshot_path(packed).write_text(snapshot.model_dump_json())
 
     def _copy_outputs(
         self, tree: OutputTree, complete: set[str], before: Path | None, target: Path
@@ -821,29 +744,6 @@ def write_to_log(folder: Path, text: str, rank: int = 0) -> None:
     log.info("wrote to the run's output", text=text)
     with suppress_full_disk(), log_path(folder, rank).open("ab") as output:
         output.write(f"trainbus: {text}\n".encode())
-
-
-def _write_peer_files(files: Sequence[CheckpointFile], packed: Path) -> None:
-    path = peer_files_path(packed)
-    path.unlink(missing_ok=True)
-    if files:
-        path.write_bytes(encode_listing(files))
-
-
-def _describe_conflicts(conflicts: Sequence[Conflict]) -> str:
-    names = ", ".join(f"{each.name} of node {each.node_id}" for each in conflicts[:MAX_NAMED_FILES])
-    return (
-        f"{plural(len(conflicts), 'file')} of other nodes will not be kept ({names}): a node of a lower rank wrote "
-        "other content under the same name, so have each node write names of its own, for example with NODE_RANK"
-    )
-
-
-def _free_name(files: Iterable[str]) -> str:
-    taken = {name.split("/", 1)[0] for name in files}
-    name = OUTPUTS_NAME
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _copy_whole(source: Path, target: Path, version: FileVersion) -> bool:

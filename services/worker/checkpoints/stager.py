@@ -23,7 +23,7 @@ from services.kit.store.files import is_inside
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.output_folder import NodeSnapshot, node_snapshot_path, peer_files_path
+from services.worker.checkpoints.packed_outputs import NodeSnapshot, node_snapshot_path, peer_files_path
 from services.worker.checkpoints.uploader import (
     CheckpointUploader,
     UploadError,

@@ -8,7 +8,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +19,16 @@ from hypothesis import strategies as st
 
 from contracts.checkpoint_ref import CheckpointRef
 from contracts.events.checkpoint import CheckpointFile, Chunk
+from contracts.events.run import Member, RunPlaced
 from contracts.manifest import files_of
-from contracts.node_outputs import OUTPUTS_FOLDER, REQUESTED_FOLDER, NodeOutputs, PackedFile
+from contracts.node_outputs import OUTPUTS_FOLDER, REQUESTED_FOLDER, NodeOutputs, NodeOutputsRef, PackedFile
 from contracts.ranks import KeepLine, json_line
+from contracts.spec.run import RunSpec
 from services.kit.kept_files import KeptLayout, copy_outputs, list_files, pack_node_files, unpack_files
+from services.kit.messages import TransientError
 from services.worker.checkpoints.output_folder import OutputKeeper
 from services.worker.checkpoints.packed_outputs import peer_files_path
+from services.worker.checkpoints.peer_outputs import PeerOutputs
 from services.worker.core.journal import JournalSource
 from services.worker.core.output_merge import PeerListing
 from services.worker.ranks.journal_follower import JournalFollower
@@ -202,6 +208,32 @@ def test_what_nodes_ask_to_keep_lies_beside_their_folders(tmp_path: Path) -> Non
     assert found[0] == {**files, "outputs_/log 0": "x", "outputs_/log 1": "y"}
     assert found[1] == {"log 0": "x", "log 1": "y"}
     assert "(shard_0.pt of node n2)" in kept.unkept_notice
+
+
+async def test_a_bus_that_is_away_does_not_end_the_wait_for_other_nodes(tmp_path: Path) -> None:
+    members = tuple(Member(node_id=f"n{rank + 1}", slots=(0,), ranks=(rank,)) for rank in (0, 1))
+    placed = RunPlaced(
+        run_id="r1",
+        generation=1,
+        members=members,
+        world_size=2,
+        spec=RunSpec.model_validate({"name": "script", "command": ["python", "train.py"]}),
+        decided_at_sequence=0,
+        decided_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+    asked = asyncio.Event()
+
+    class Bus:
+        async def read_history(self, *filters: str) -> Any:
+            asked.set()
+            raise TransientError("NATS does not answer")
+
+    peers = PeerOutputs(SimpleNamespace(bus=Bus()), placed, members[0], tmp_path)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(peers.wait_until_final())
+    await asked.wait()
+    ref = NodeOutputsRef(run_id="r1", generation=1, node_id="n2", is_final=True)
+    assert await peers._read(ref)
+    await asyncio.wait_for(waiting, 60)
 
 
 @pytest.mark.parametrize(

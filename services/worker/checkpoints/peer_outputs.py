@@ -105,11 +105,14 @@ class PeerOutputs:
         ended_since: dict[str, float] = {}
         while self.unfinished:
             now = time.monotonic()
-            for node_id in await self._reported_nodes():
-                ended_since.setdefault(node_id, now)
-            late = {node_id for node_id, since in ended_since.items() if now - since > LATE_LISTING_S}
-            if self.unfinished <= late | await self._lost_nodes():
-                return
+            try:
+                for node_id in await self._reported_nodes():
+                    ended_since.setdefault(node_id, now)
+                late = {node_id for node_id, since in ended_since.items() if now - since > LATE_LISTING_S}
+                if self.unfinished <= late | await self._lost_nodes():
+                    return
+            except TransientError as error:
+                log.warning("whether other nodes have ended is unknown", error=str(error))
             self._changed.clear()
             if self.unfinished:
                 await _wait_for(self._changed, IDLE_S)

@@ -119,7 +119,7 @@ class CheckpointStager:
         metrics.UPLOAD_SECONDS.observe(time.monotonic() - started)
         metrics.UPLOAD_BYTES.inc(size_bytes)
         context, state = self._context, self._follower.state
-        if self._placed.spec.checkpoints.dvc:
+        if self._placed.spec.checkpoints.dvc and not self._lists_outputs:
             # Before the step is removed from the state: a restarted agent writes the pointer again.
             placed, epoch = self._placed, next(iter(lines.values())).epoch
             key = pointer_key(

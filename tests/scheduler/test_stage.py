@@ -98,6 +98,16 @@ def test_a_gang_waits_for_each_of_its_nodes_that_lacks_the_files(world: World) -
     assert world.cluster.nodes["n2"].data_folders == set()
 
 
+def test_an_elastic_run_is_staged_on_all_nodes_that_it_can_use(world: World) -> None:
+    submit(world, "r1", {"min": 1, "max": 3})
+    world.settle()
+    assert staging_of(world, "r1").node_ids == ("n1", "n2")
+    staged(world, "r1", "n1")
+    staged(world, "r1", "n2")
+    world.settle()
+    assert world.run("r1").slot_count == 2
+
+
 def test_runs_that_are_staged_at_a_time_get_nodes_of_their_own(world: World) -> None:
     submit(world, "r1")
     submit(world, "r2", dataset_id=BIRDS)

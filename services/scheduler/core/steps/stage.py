@@ -12,7 +12,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import GO_ON_S, MAX_PLACEMENT_WORK, CycleState
 from services.scheduler.core.decisions import StageRun
 from services.scheduler.core.place.placer import has_data
-from services.scheduler.core.place.resource_request import resource_request_of
+from services.scheduler.core.place.resource_request import resource_request_of, useful
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.core.state.run import Run
@@ -72,7 +72,9 @@ class LikelyNodes:
         placer, request = self._cycle.placer, resource_request_of(self._cycle.cluster, run)
         for snapshot in (*self._snapshots(), placer.empty().copy()):
             self.work += len(placer.eligible(request))
-            slots = placer.find(snapshot, run, run.least, request)
+            # As wide as it would be placed there.
+            count = max(run.least, useful(run, min(run.most, placer.most(snapshot, run, request))))
+            slots = placer.find(snapshot, run, count, request)
             if slots is not None:
                 snapshot.allocate(request.slot_spec, slots)
                 return sorted(node_id for node_id, _ in slots)

@@ -15,7 +15,7 @@ from contracts import subjects
 from contracts.base import Fact, run_id_for
 from contracts.envelope import RawMessage
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
-from contracts.events.run import RunAccepted, RunPlaced, RunQueued, RunRejected, RunStopping, RunWaiting
+from contracts.events.run import RunAccepted, RunPlaced, RunQueued, RunRejected, RunStaging, RunStopping, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Preemption
 from services.scheduler import policies
 from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
@@ -23,6 +23,7 @@ from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
 from tests.contracts.earlier_facts import as_version_1
+from tests.scheduler.test_stage import BIRDS, PETS, staged, submit
 from tests.scheduler.world import START, Chaos, World, spec
 from trainbus.operate.history.history import History, NodeKind, offered
 from trainbus.operate.history.log import Entry, LogError, line_of, parse
@@ -147,6 +148,24 @@ def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     world.settle()
     assert world.run("b").live
     assert verify_log(log_of(world))[1] == []
+
+
+def test_runs_that_were_staged_are_staged_again_by_a_replay() -> None:
+    world = adopting()
+    for node_id in ("n1", "n2"):
+        world.join(node_id, 2)
+    for number, dataset_id in enumerate((PETS, BIRDS, PETS, BIRDS, PETS)):
+        submit(world, f"r{number}", 1 + number % 2, dataset_id=dataset_id)
+        world.step(number % 3)
+    for number in (0, 3):
+        world.settle()
+        for node_id in world.facts(RunStaging, f"r{number}")[0].node_ids:
+            staged(world, f"r{number}", node_id)
+    world.wait(600)
+    world.settle()
+    counts, found = verify_log(log_of(world))
+    assert found == []
+    assert counts.by_fact["staging"] == len(world.facts(RunStaging)) >= 3
 
 
 def test_infeasible_runs_are_explained_where_most_of_the_queue_is_skipped() -> None:

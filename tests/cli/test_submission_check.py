@@ -337,6 +337,14 @@ def test_the_format_of_most_files_is_advised(tmp_path: Path) -> None:
         recognize_format(names)
 
 
+@pytest.mark.parametrize(
+    ("other", "advice"), [("notes.txt", "other files are then skipped"), ("a.tar", "then count as broken records")]
+)
+def test_what_becomes_of_files_beside_images_is_said(other: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        recognize_format(["cat/0.png", "cat/1.png", other])
+
+
 PICTURES = ["cat/0.png", "dog/1.png", "notes.txt"]
 #: A format, files, and what is wrong with them.
 MISMATCHES = [

@@ -13,7 +13,7 @@ from contracts import formats, texts
 from contracts.earlier_events import EARLIER_EVENTS, read_data
 from contracts.events import FACTS
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.dataset import DatasetSharded
+from contracts.events.dataset import DatasetIngested, DatasetSharded
 from contracts.events.node import NodeJoined
 from contracts.events.run import (
     CheckpointRef,
@@ -31,6 +31,7 @@ from contracts.events.run import (
     RunStopping,
 )
 from contracts.problems import FieldProblem
+from contracts.spec.data import DataSource
 from contracts.spec.run import RunSpec
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("contracts/examples/valid/*/*.json"))
@@ -58,6 +59,13 @@ def placed(slots: int, generation: int = 1, **fields: Any) -> RunPlaced:
     return RunPlaced(
         run_id="r1", generation=generation, members=(member,), world_size=slots, spec=SPEC, decided_at_sequence=1,
         decided_at=NOW, **fields,
+    )  # fmt: skip
+
+
+def ingested(**fields: Any) -> DatasetIngested:
+    return DatasetIngested(
+        ingestion_id="i1", data=DataSource(source="s3://lake/x", format="images"), fingerprint="0" * 64,
+        index_uri="s3://datasets/i/index.jsonl", accepted=80, split_counts={}, **fields,
     )  # fmt: skip
 
 
@@ -121,6 +129,11 @@ SHARDED: dict[str, Any] = {"dataset_id": "0" * 64, "manifest_uri": "s3://lake/m.
                 size_bytes=1, created_at=NOW, **SHARDED,
             ),
             "written as 1,438 samples in 1 shard",
+        ),
+        (ingested(skipped_files=1, skipped_example="notes.txt"), "read 80 records; 1 file is no image: notes.txt"),
+        (
+            ingested(skipped_files=2, skipped_example="README"),
+            "read 80 records; 2 files are no images, such as README",
         ),
         (
             NodeJoined(node_id="n", incarnation="i", address="a", slots=1, lease_ttl_s=1.0),

@@ -47,6 +47,7 @@ class Nodes:
     listings: tuple[PeerListing, ...] = ()
     blobs: dict[str, bytes] = field(default_factory=dict)
     unfinished: frozenset[str] = frozenset()
+    requests: int = 0
 
     @property
     def node_ids(self) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ class Nodes:
         return {each.node_id: hashlib.sha256(repr(each).encode()).hexdigest() for each in self.listings}
 
     def requests_of(self, node_id: str) -> int:
-        return 1
+        return self.requests
 
     def add(
         self, folder: Path, outputs: Mapping[str, str], deleted: Any = (), requested: Mapping[str, str] | None = None
@@ -208,6 +209,43 @@ def test_what_nodes_ask_to_keep_lies_beside_their_folders(tmp_path: Path) -> Non
     assert found[0] == {**files, "outputs_/log 0": "x", "outputs_/log 1": "y"}
     assert found[1] == {"log 0": "x", "log 1": "y"}
     assert "(shard_0.pt of node n2)" in kept.unkept_notice
+
+
+async def test_a_request_waits_for_nodes_that_may_make_it_too(tmp_path: Path) -> None:
+    nodes = Nodes(unfinished=frozenset({"n2"}))
+    kept = begin(tmp_path, {}, nodes)
+    snapshots = kept._follower.state.snapshots
+
+    async def request(step: int) -> None:
+        write(tmp_path / f"step_{step}", "x")
+        with (tmp_path / "rank_0.jsonl").open("ab") as journal:
+            journal.write(json_line(KeepLine(path=str(tmp_path / f"step_{step}"), step=step)))
+        await kept._follower.poll()
+        await kept._poll()
+
+    await request(1)
+    assert not snapshots
+    await request(2)
+    nodes.requests = 1
+    await kept._poll()
+    assert list(snapshots) == [1]  # the node has not stored its second one
+    nodes.requests = 2
+    await kept._poll()
+    assert list(snapshots) == [1, 2]
+
+
+async def test_requests_do_not_pile_up_behind_a_node_that_makes_none(tmp_path: Path) -> None:
+    nodes = Nodes(unfinished=frozenset({"n2"}))
+    kept = begin(tmp_path, {}, nodes)
+    for step in (1, 2, 3):
+        write(tmp_path / f"step_{step}", "x")
+        with (tmp_path / "rank_0.jsonl").open("ab") as journal:
+            journal.write(json_line(KeepLine(path=str(tmp_path / f"step_{step}"), step=step)))
+        assert not kept._follower.state.snapshots
+        await kept._follower.poll()
+        await kept._poll()
+    assert list(kept._follower.state.snapshots) == [1, 2, 3]
+    assert not kept.problems
 
 
 async def test_a_bus_that_is_away_does_not_end_the_wait_for_other_nodes(tmp_path: Path) -> None:

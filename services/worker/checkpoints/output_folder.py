@@ -517,8 +517,11 @@ class OutputKeeper:
             return False
         now = time.monotonic()
         self._waits_since = self._waits_since or now
-        limit_s = REQUEST_WAIT_S if any(map(peers.requests_of, behind)) else FIRST_REQUEST_WAIT_S
-        if now - self._waits_since < limit_s:
+        have_asked = any(map(peers.requests_of, behind))
+        limit_s = REQUEST_WAIT_S if have_asked else FIRST_REQUEST_WAIT_S
+        # Later requests are not to be left out for nodes that may never ask.
+        may_wait = have_asked or len(self._follower.state.ranks[self._rank].keeps) < MAX_WAITING
+        if may_wait and now - self._waits_since < limit_s:
             return True
         self._silent_nodes |= behind
         self._waits_since = None

@@ -260,9 +260,15 @@ async def test_a_method_whose_name_is_nearly_ours_is_told(tmp_path: Path, data: 
 async def test_a_step_that_takes_too_long_is_not_judged(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission_check, "CHECK_TIMEOUT_S", 10.0)
+    monkeypatch.setenv(submission_check.CHECK_TIMEOUT_VARIABLE, "10")
     project = write_project(tmp_path, TASK.replace(LINEAR, "import time; time.sleep(1000)"))
     assert "a step takes too long on this machine" in await check(project, str(data))
+
+
+async def test_the_limit_is_a_number(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(submission_check.CHECK_TIMEOUT_VARIABLE, "1m")
+    with pytest.raises(UsageError, match="TRAINBUS_CHECK_TIMEOUT_S is '1m': give a number of seconds"):
+        await check(write_project(tmp_path), str(data))
 
 
 async def test_a_task_in_src_is_found(tmp_path: Path, data: Path) -> None:

@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contracts.events.train import TuneRequested
-from trainbus.client.errors import UsageError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.submission_check import CheckOutcome
 from trainbus.commands.main import app
 
@@ -47,6 +47,7 @@ class StudyClient:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("trainbus.client.client.AsyncClient", StudyClient)
     monkeypatch.setattr("trainbus.client.capacity.find_shortage", AsyncMock(return_value=""))
+    monkeypatch.setattr("trainbus.client.studies.find_rejection", AsyncMock(return_value=""))
     monkeypatch.setattr(
         "trainbus.client.opened_submission.upload_package", AsyncMock(return_value="s3://models/code.tar.gz")
     )
@@ -151,3 +152,9 @@ def test_a_script_that_gets_no_parameter_is_told_how_it_could(project: Path) -> 
     assert "reads" not in tune(project, "--command", f"{command} --lr {{lr}}", *SPACE).stderr
     (project / "train.py").write_text("import os\nprint(os.environ['TRAINBUS_PARAMS'])\n")
     assert "reads" not in tune(project, "--command", command, *SPACE).stderr
+
+
+def test_a_rejection_is_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainbus.client.studies.find_rejection", AsyncMock(return_value="rejected: no metric"))
+    with pytest.raises(TrainbusError, match="study s1 was rejected: no metric"):
+        tune(project, "--command", "python train.py --lr {lr}", *SPACE)

@@ -559,3 +559,12 @@ def test_only_a_rank_that_ends_itself_could_not_start(code: int, could_not_start
     """A signal says nothing about the next attempt: a run that is killed twice starts a third time."""
     report = ReportBuilder(placed(), "n1").crashed(rank_exits.Exit(2, code, 0.0), {2: journal.RankState()}, ())
     assert (report.made_no_step, report.permanent) == (could_not_start, False)
+
+
+def test_a_node_that_knows_of_no_step_names_none() -> None:
+    """Of a script that goes on from step 24, only the node of rank 0 sees how far it gets."""
+    resumed = CheckpointRef(uri="s3://models/24.json", step=24, epoch=0, samples_consumed=0)
+    builder = ReportBuilder(placed().model_copy(update={"resume": resumed}), "n1")
+    assert builder.succeeded({1: journal.RankState()}, ()).step == 0
+    assert builder.succeeded({0: journal.RankState()}, ()).step == 24
+    assert builder.succeeded({1: journal.RankState(step=30)}, ()).step == 30

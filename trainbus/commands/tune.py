@@ -85,7 +85,7 @@ async def run(
     Every option of `trainbus submit` is an option of the trials.
     """
     from trainbus.client import studies
-    from trainbus.client.capacity import find_shortage
+    from trainbus.client.capacity import PATIENCE_S, find_shortage
 
     submit_flags.parse_options(options, context.args)
     file, project = _split_code(code, project)
@@ -116,6 +116,8 @@ async def run(
     else:
         packed = submit_flags.describe_package(submitted.package)
         print(f"{submitted.study_id}  {submitted.name}{packed}", flush=True)
+    if not follow and (rejection := await studies.find_rejection(client.connection, submitted.study_id, PATIENCE_S)):
+        raise TrainbusError(f"study {submitted.study_id} was {rejection}")
     wanted = submitted.request.run
     if wanted is not None and (shortage := await find_shortage(client.connection, wanted)):
         print(f"each trial: {shortage}", file=sys.stderr)

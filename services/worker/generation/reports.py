@@ -123,13 +123,16 @@ class ReportBuilder:
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
         # A script need not name its result: the last values that its first rank has reported stand for it.
         values = ranks[min(ranks)].values if ranks and self._placed.spec.command is not None else {}
+        position = RunPosition.of(self._placed, ranks).reported
+        if 0 not in ranks and all(state.step is None for state in ranks.values()):
+            position["step"] = 0  # here nothing tells how far a script is: rank 0's node does
         return RunExited(
             **self._place,
             outcome="succeeded",
             metrics=results[0].metrics if results else dict(values),
             artifacts=artifacts,
             notice=notice,
-            **RunPosition.of(self._placed, ranks).reported,
+            **position,
         )
 
     def released(self, position: RunPosition, *, clean: bool, detail: str) -> RunReleased:

@@ -149,6 +149,7 @@ def test_a_script_that_gets_no_parameter_is_told_how_it_could(project: Path) -> 
     command = "python train.py"
     blind = tune(project, "--command", command, *SPACE)
     assert "nothing in the project reads lr: name it in the command (--lr {lr})" in blind.stderr
+    assert "checking" not in blind.stderr
     assert "reads" not in tune(project, "--command", f"{command} --lr {{lr}}", *SPACE).stderr
     (project / "train.py").write_text("import os\nprint(os.environ['TRAINBUS_PARAMS'])\n")
     assert "reads" not in tune(project, "--command", command, *SPACE).stderr

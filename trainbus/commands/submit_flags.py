@@ -49,9 +49,16 @@ def parse_options(options: SubmitOptions, surplus: Sequence[str]) -> None:
     options["metric_patterns"] = dict(parse_pair("--metric-pattern", text) for text in patterns)
 
 
-def print_check(*, task: str | None = None, task_flag: str | None = None, check: bool | None = None, **_: Any) -> None:
+def print_check(
+    *,
+    task: str | None = None,
+    task_flag: str | None = None,
+    command: str | None = None,
+    check: bool | None = None,
+    **_: Any,
+) -> None:
     """Say what takes a few seconds, by what is given on the command line."""
-    if check is False or (task := task or task_flag) is None:
+    if check is False or command is not None or (task := task or task_flag) is None:
         return
     print(f"checking {task} before the upload: imports torch, tries one step (--no-check skips it)", file=sys.stderr)
 

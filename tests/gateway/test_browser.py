@@ -250,6 +250,25 @@ async def test_the_views_of_a_run(gateway: Running, bus: Bus) -> None:
         await detail.get_by_role("link", name=RUN).wait_for()  # the evaluation leads back to its run
 
 
+async def test_who_chooses_a_run_before_the_page_does_sees_it(gateway: Running, bus: Bus) -> None:
+    await publish_facts(gateway, bus)
+    async with open_page(gateway, WIDE) as page:
+        # The moment between a click and the event that tells the page of it, for as long as the page needs.
+        await page.add_init_script("addEventListener('hashchange', (event) => event.stopImmediatePropagation())")
+        chosen = asyncio.Event()
+
+        async def hold_route(route: Route) -> None:
+            await chosen.wait()
+            await route.continue_()
+
+        await page.route("**/curves?*", hold_route)
+        await page.goto(address(gateway))
+        await page.locator("#runs .name a", has_text="digits").click()
+        chosen.set()
+        await page.locator("#runs tr", has_text="other").locator(".curve-cell path").first.wait_for()
+        assert page.url.endswith(f"#{RUN}")
+
+
 async def test_runs_are_compared(gateway: Running, bus: Bus) -> None:
     await publish_facts(gateway, bus)
     async with open_page(gateway, WIDE) as page:

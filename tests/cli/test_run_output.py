@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
+from contracts import subjects
 from contracts.base import Fact, run_id_for
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngestFailed, DatasetProgress
@@ -113,9 +114,9 @@ COMPLETED = RunCompleted(run_id=RUN, generation=1)
 
 async def test_a_rejection_is_found_and_nothing_else(client: AsyncClient, bus: Bus) -> None:
     await publish(bus, accepted("raccepted"), RunRejected(run_id="rrejected", reason="no quota"))
-    assert await runs.find_rejection(client.connection, "rrejected", 60) == "rejected: no quota"
-    assert await runs.find_rejection(client.connection, "raccepted", 60) == ""
-    assert await runs.find_rejection(client.connection, "runanswered", 0.1) == ""
+    assert await runs.find_rejection(client.connection, subjects.run("rrejected"), 60) == "rejected: no quota"
+    assert await runs.find_rejection(client.connection, subjects.run("raccepted"), 60) == ""
+    assert await runs.find_rejection(client.connection, subjects.run("runanswered"), 0.1) == ""
 
 
 async def test_everything_that_was_printed_comes_before_the_end(client: AsyncClient, bus: Bus) -> None:

@@ -47,7 +47,7 @@ class StudyClient:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("trainbus.client.client.AsyncClient", StudyClient)
     monkeypatch.setattr("trainbus.client.capacity.find_shortage", AsyncMock(return_value=""))
-    monkeypatch.setattr("trainbus.client.studies.find_rejection", AsyncMock(return_value=""))
+    monkeypatch.setattr("trainbus.client.runs.find_rejection", AsyncMock(return_value=""))
     monkeypatch.setattr(
         "trainbus.client.opened_submission.upload_package", AsyncMock(return_value="s3://models/code.tar.gz")
     )
@@ -156,6 +156,6 @@ def test_a_script_that_gets_no_parameter_is_told_how_it_could(project: Path) -> 
 
 
 def test_a_rejection_is_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainbus.client.studies.find_rejection", AsyncMock(return_value="rejected: no metric"))
+    monkeypatch.setattr("trainbus.client.runs.find_rejection", AsyncMock(return_value="rejected: no metric"))
     with pytest.raises(TrainbusError, match="study s1 was rejected: no metric"):
         tune(project, "--command", "python train.py --lr {lr}", *SPACE)

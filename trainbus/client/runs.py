@@ -250,16 +250,19 @@ async def wait_for_event(
     return None
 
 
-async def find_rejection(connection: Connection, run_id: str, timeout_s: float) -> str:
-    """Return in words that the scheduler has rejected a request; '' if it has accepted it, or gives no answer in time.
+async def find_rejection(connection: Connection, subject: str, timeout_s: float) -> str:
+    """Return in words that a request was rejected; '' if it was accepted, or no answer came in time.
 
     A gateway that is away counts as one that gives none: the request is on the bus.
+
+    Args:
+        subject: that of all facts of the run or study that was requested.
     """
     with contextlib.suppress(TrainbusError):
         answer = await wait_for_event(
-            connection, 1, subjects.run(run_id), lambda event: event.fact in ("accepted", "rejected"), timeout_s
+            connection, 1, subject, lambda event: event.fact in ("accepted", "rejected"), timeout_s
         )
-        if isinstance(answer, run.RunRejected):
+        if answer is not None and answer.fact == "rejected":
             from contracts.texts import describe  # it imports every type of event
 
             return describe(answer)

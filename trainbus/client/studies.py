@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -17,11 +15,10 @@ from contracts.events.study import StudyAccepted, StudyFact, StudyRejected
 from contracts.events.train import StopStudyRequested, TrainRequested, TuneRequested
 from contracts.spec.study import Parameter
 from contracts.state.study import Studies, Study, Trial
-from contracts.texts import describe
 from services.tuning.core.admission import example_value
 from services.tuning.core.decide import PLACEHOLDER, TRAINING, best_request
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, TrainbusError, UsageError, invalid_request
+from trainbus.client.errors import NotFoundError, UsageError, invalid_request
 from trainbus.client.opened_submission import open_submission
 from trainbus.client.package import CodePackage
 from trainbus.client.stored_event import StoredEvent
@@ -212,16 +209,6 @@ async def wait_for_answer(connection: Connection, study_id: str) -> StudyAccepte
             if isinstance(stored.event, StudyAccepted | StudyRejected):
                 return stored.event
     raise AssertionError("unreachable")
-
-
-async def find_rejection(connection: Connection, study_id: str, timeout_s: float) -> str:
-    """Return in words that the service has rejected a study; '' if it has accepted it, or gives no answer in time."""
-    with suppress(TimeoutError, TrainbusError):
-        async with asyncio.timeout(timeout_s):
-            answer = await wait_for_answer(connection, study_id)
-        if isinstance(answer, StudyRejected):
-            return describe(answer)
-    return ""
 
 
 async def stop_study(connection: Connection, study_id: str, reason: str = "stopped by request") -> str:

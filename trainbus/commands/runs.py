@@ -68,12 +68,13 @@ async def submit(
         # JSON stays alone on stdout.
         await print_run(client, submitted.run_id, parse_rank(rank), stderr=as_json)
         return
+    from contracts import subjects
     from trainbus.client.capacity import PATIENCE_S, find_shortage
     from trainbus.client.runs import find_rejection
 
     shortage, rejection = await asyncio.gather(
         find_shortage(client.connection, submitted.request),
-        find_rejection(client.connection, submitted.run_id, PATIENCE_S),
+        find_rejection(client.connection, subjects.run(submitted.run_id), PATIENCE_S),
     )
     if rejection:
         raise TrainbusError(f"run {submitted.run_id} was {rejection}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack, cast
 
 import typer
 
+from contracts import subjects
 from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands import render, submit_flags
@@ -86,6 +87,7 @@ async def run(
     """
     from trainbus.client import studies
     from trainbus.client.capacity import PATIENCE_S, find_shortage
+    from trainbus.client.runs import find_rejection
 
     submit_flags.parse_options(options, context.args)
     file, project = _split_code(code, project)
@@ -116,7 +118,8 @@ async def run(
     else:
         packed = submit_flags.describe_package(submitted.package)
         print(f"{submitted.study_id}  {submitted.name}{packed}", flush=True)
-    if not follow and (rejection := await studies.find_rejection(client.connection, submitted.study_id, PATIENCE_S)):
+    subject = subjects.study(submitted.study_id)
+    if not follow and (rejection := await find_rejection(client.connection, subject, PATIENCE_S)):
         raise TrainbusError(f"study {submitted.study_id} was {rejection}")
     wanted = submitted.request.run
     if wanted is not None and (shortage := await find_shortage(client.connection, wanted)):

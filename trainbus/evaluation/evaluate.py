@@ -200,7 +200,8 @@ class RankRows:
             # Rank 0 has the first samples, so it has rows where any rank has.
             has_rows: bool = self._world.broadcast_object(self._writer is not None)
             if has_rows:
-                self._write(path, info)
+                with self._world.confirmed():
+                    self._write(path, info)
         finally:
             self._path.unlink(missing_ok=True)
             if self._world.is_first:

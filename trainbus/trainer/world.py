@@ -119,7 +119,7 @@ class World:
             raise PeerLostError("a peer is gone: what it had to send did not arrive")
 
     @contextmanager
-    def _confirmed(self) -> Iterator[None]:
+    def confirmed(self) -> Iterator[None]:
         """Confirm what arrives in this block, also where it is so wrong that the block fails."""
         try:
             yield
@@ -149,24 +149,16 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        with self._confirmed():
+        with self.confirmed():
             dist.broadcast_object_list(box, src=source, device=self.device)
         return box[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value on rank 0, and an empty list elsewhere."""
-        if self.size == 1:
-            return [value]
-        box: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(value, box, dst=0)
-        return box or []
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value of a small picklable object, by rank, on every rank."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        with self._confirmed():
+        with self.confirmed():
             dist.all_gather_object(box, value)
         return box
 

@@ -32,6 +32,8 @@ ASSETS_PATH = "/docs/assets"
 #: Media types of a body that is a file of a sample, by the beginning of their names.
 FILE_TYPES = ("image/", "audio/", "video/", "application/octet-stream")
 NDJSON = ("application/x-ndjson", "application/jsonl")
+#: What answered: the version, the run that trained it, and the SHA-256 of the manifest of its checkpoint.
+VERSION_HEADER, RUN_HEADER, DIGEST_HEADER = "Trainbus-Version", "Trainbus-Run", "Trainbus-Digest"
 
 
 def build_api(router: Router, version: str, max_body_bytes: int) -> FastAPI:
@@ -102,9 +104,10 @@ def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRo
 
     @api.get("/models/{name}")
     @api.get("/models/{name}/versions/{number}")
-    async def describe(name: str, number: str | None = None) -> dict[str, Any]:
+    async def describe(response: Response, name: str, number: str | None = None) -> dict[str, Any]:
         model, chosen = router.find_version(name, number)
         numbers = [chosen.version] if number else [each.version for each in model.versions()]
+        response.headers.update(name_version(chosen))
         return describe_model(name, numbers, chosen.signature)
 
     @api.get("/models/{name}/ready")
@@ -122,9 +125,10 @@ def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRo
         parsed = parse_infer(body, request.headers.get(HEADER_LENGTH), chosen.signature)
         answer = await router.predict(model, chosen if number else None, parsed.samples)
         content, header_bytes = encode_response(name, answer.version.version, parsed, answer.outputs)
+        headers = name_version(answer.version)
         if header_bytes is None:
-            return Response(content, media_type="application/json")
-        headers = {HEADER_LENGTH: str(header_bytes)}
+            return Response(content, media_type="application/json", headers=headers)
+        headers[HEADER_LENGTH] = str(header_bytes)
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     return api
@@ -151,7 +155,14 @@ def _predict_routes(router: Router, max_body_bytes: int) -> APIRouter:
 
 def _predictions(model: ServedModel, version: ServedVersion, rows: list[dict[str, Any]]) -> Response:
     content = {"model": model.name, "version": version.version, "predictions": rows}
-    return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, media_type="application/json", headers=name_version(version))
+
+
+def name_version(version: ServedVersion) -> dict[str, str]:
+    """Return the headers that say which weights gave an answer."""
+    named = {VERSION_HEADER: str(version.version), RUN_HEADER: version.promotion.run_id}
+    return {**named, DIGEST_HEADER: digest} if (digest := version.host.artifact.digest) else named
 
 
 def parse_body(body: bytes, content_type: str, signature: Signature) -> list[dict[str, bytes]]:

@@ -202,7 +202,7 @@ class ModelDeployer:
         samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
         signature = infer_inputs(list(samples.values()))
         await parts.warm_server.wait_ready(WARM_SERVER_PATIENCE_S)
-        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature)
+        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
         host = ModelHost(
             promotion.model, artifact, parts.limits, parts.warm_server, parts.settings.serving_max_growth_bytes
         )

@@ -30,10 +30,11 @@ HASHES = "hashes.json"
 
 @dataclass(frozen=True, slots=True)
 class FetchedModel:
-    """The folder of a model, and the run that made it."""
+    """The folder of a model, the run that made it, and the SHA-256 of its manifest."""
 
     folder: Path
     spec: RunSpec
+    digest: str
 
 
 class ModelSource:
@@ -68,7 +69,7 @@ class ModelSource:
                 await self._write(commit, spec, folder)
             except (ObjectNotFound, ObjectCorrupted) as error:
                 raise ModelFolderError(f"{error}: `trainbus checkpoints verify {commit.run_id} --repair`") from error
-        return FetchedModel(folder, spec)
+        return FetchedModel(folder, spec, commit.manifest_sha256 or "")
 
     async def _find_commit(self, promotion: ModelPromoted) -> CheckpointCommitted | None:
         subject = subjects.fact("run", promotion.run_id, CheckpointCommitted.fact)

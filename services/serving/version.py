@@ -34,11 +34,12 @@ DRAIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ModelArtifact:
-    """A fetched model: its folder, and how its processes run."""
+    """A fetched model: its folder, how its processes run, and the SHA-256 of its manifest."""
 
     folder: Path
     environment: Mapping[str, str]
     signature: Signature
+    digest: str = ""
 
 
 class ModelHost:

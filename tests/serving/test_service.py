@@ -111,6 +111,19 @@ async def test_a_canary_answers_its_share_before_it_takes_over(start_house: Any)
     assert isinstance(await house.conclusion(version), ModelDeployed)
 
 
+async def test_an_answer_names_the_weights_that_gave_it(house: House) -> None:
+    await house.deploy("r1")
+    named = {"trainbus-version": "1", "trainbus-run": "r1", "trainbus-digest": house.runs["r1"].manifest_sha256}
+    row = {name: {"name": name, "shape": [1], "datatype": "FP64", "data": [1.0]} for name in ROWS[0]}
+    answers = [
+        await house.http.post("/predict", json=ROWS),
+        await house.http.post("/v2/models/sums/infer", json={"inputs": list(row.values())}),
+        await house.http.get("/v2/models/sums"),
+    ]
+    for answer in answers:
+        assert {name: answer.headers[name] for name in named} == named
+
+
 async def test_bad_input_is_explained_with_its_field(house: House) -> None:
     await house.deploy("good")
     cases: list[tuple[Any, str, str]] = [

@@ -11,12 +11,12 @@ BIN := .venv/bin
 # Each stamp says that .venv was made from the files it depends on: what users need, and what the tests need besides.
 INSTALLED := .venv/.installed
 TESTABLE := .venv/.testable
-TRITON := .venv/.triton
+INFERENCE := .venv/.inference
 VISION := .venv/.vision
 SITE := .venv/.site
 TEST_LOCKS := requirements.lock requirements-deepspeed.lock requirements-integrations.lock requirements-browser.lock
 
-.PHONY: run check test fuzz lint install testable triton vision site deepspeed integrations browser lock up clean help
+.PHONY: run check test fuzz lint install testable inference vision site deepspeed integrations browser lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -55,7 +55,7 @@ site: $(INSTALLED) $(SITE)
 
 install: $(INSTALLED)
 testable: $(TESTABLE)
-triton: $(TRITON)
+inference: $(INFERENCE)
 vision: $(VISION)
 # One environment has every extra.
 deepspeed integrations browser: testable
@@ -77,9 +77,9 @@ $(TESTABLE): $(TEST_LOCKS) pyproject.toml
 	@touch $@ $(INSTALLED)
 
 # Its client needs another version of a package that trainbus has.
-$(TRITON): $(TESTABLE) requirements-triton.lock
-	$(PYTHON) -m venv .venv/triton
-	.venv/triton/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-triton.lock
+$(INFERENCE): $(TESTABLE) requirements-inference.lock
+	$(PYTHON) -m venv .venv/inference
+	.venv/inference/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-inference.lock
 	@touch $@
 
 # The generator of the site shares no package with what it describes.
@@ -106,10 +106,10 @@ lock:
 	build/lock/bin/python -m pip install --quiet -e .[browser]
 	build/lock/bin/python -m pip install --quiet -e .[vision]
 	build/lock/bin/python .ci/lock.py
-	$(PYTHON) -m venv build/lock/triton
-	build/lock/triton/bin/python -m pip install --quiet "tritonclient[http]"
-	{ head -n 2 requirements-triton.lock; build/lock/triton/bin/python -m pip freeze; } > build/triton.lock
-	mv build/triton.lock requirements-triton.lock
+	$(PYTHON) -m venv build/lock/inference
+	build/lock/inference/bin/python -m pip install --quiet kserve "tritonclient[http]"
+	{ head -n 2 requirements-inference.lock; build/lock/inference/bin/python -m pip freeze; } > build/inference.lock
+	mv build/inference.lock requirements-inference.lock
 	$(PYTHON) -m venv build/lock/site
 	build/lock/site/bin/python -m pip install --quiet zensical
 	{ head -n 2 requirements-site.lock; build/lock/site/bin/python -m pip freeze; } > build/site.lock

@@ -42,7 +42,7 @@ FOREIGN_VARIABLES = ("TRAINBUS_", "MLFLOW_", "AWS_", "OTEL_", "DEMO_", "OMP_NUM_
 
 
 #: Programs that a machine may lack. What needs one runs if it is asked for by name, and fails then if it is not there.
-PROGRAMS = ("cc", "chromium", "docker", "node", "postgres", "promtool", "site", "triton", "vision")
+PROGRAMS = ("cc", "chromium", "docker", "inference", "node", "postgres", "promtool", "site", "vision")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -150,6 +150,18 @@ def _predict_routes(router: Router, max_body_bytes: int) -> APIRouter:
         answer = await router.predict(served, chosen if version else None, samples)
         return _predictions(served, answer.version, outputs_to_rows(answer.outputs))
 
+    # KServe's first protocol, which its client speaks unless it is told otherwise.
+
+    @api.get("/v1/models/{name}")
+    async def ready(name: str) -> JSONResponse:
+        _, chosen = router.find_version(name, None)
+        good = chosen.host.process is not None
+        return JSONResponse({"name": name, "ready": good}, 200 if good else 503)
+
+    @api.post("/v1/models/{name}:predict")
+    async def predict_instances(request: Request, name: str) -> Response:
+        return await predict(request, name)
+
     return api
 
 

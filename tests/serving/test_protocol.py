@@ -20,6 +20,8 @@ from services.serving.core.signature import Signature, TensorSpec, infer_inputs
 from tests.serving.conftest import House
 
 TABLE = Signature((TensorSpec("age", "FP64"), TensorSpec("city", "BYTES")), (TensorSpec("p", "INT64"),), is_table=True)
+ROWS = draw_rows(3, seed=5)
+LABELS = [label(row) for row in ROWS]
 PICTURES = Signature((TensorSpec("png", "BYTES"),), is_table=False)
 
 
@@ -110,7 +112,7 @@ def test_the_inputs_of_samples() -> None:
     assert infer_inputs([{"png": b"", "cls": b"1"}]).input_names == ("png",)
 
 
-#: Prints what the client says of the model "sums", and what it answers to its arguments: a port and rows.
+#: Each prints what the client says of the model "sums", and what it answers to its arguments: a port and rows.
 TRITON_CLIENT = """
 import json, sys
 import numpy as np
@@ -131,17 +133,61 @@ for is_binary in (True, False):
     found["predictions"].append(result.as_numpy("prediction").tolist())
 print(json.dumps(found))
 """
+KSERVE_CLIENT = """
+import asyncio, json, sys
+import numpy as np
+from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+
+port, rows = sys.argv[1], json.loads(sys.argv[2])
+url = f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.needs("triton")
-async def test_tritons_client_works(house: House) -> None:
-    python = Path(sys.prefix) / "triton" / "bin" / "python"
-    assert python.exists(), "the Triton client is not installed: make triton"
+async def main():
+    client, first = InferenceRESTClient(RESTConfig(protocol="v2")), InferenceRESTClient()
+    assert await client.is_server_live(url) and await client.is_server_ready(url)
+    assert await client.is_model_ready(url, "sums") and await first.is_model_ready(url, "sums")
+    found = {"predictions": []}
+    for is_binary in (True, False):
+        inputs = []
+        for name in "abcd":
+            each = InferInput(name, [len(rows)], "FP64")
+            each.set_data_from_numpy(np.array([row[name] for row in rows]), binary_data=is_binary)
+            inputs.append(each)
+        request = InferRequest("sums", inputs, request_id="r7", parameters={"binary_data_output": is_binary})
+        headers = {}
+        result = await client.infer(url, request, model_name="sums", response_headers=headers)
+        assert (result.id, headers["trainbus-version"]) == ("r7", "1")  # the client reads no version of a body
+        (output,) = [each for each in result.outputs if each.name == "prediction"]
+        found["predictions"].append(output.as_numpy().tolist())
+    instances = await first.infer(url, {"instances": rows}, model_name="sums")
+    found["predictions"].append([each["prediction"] for each in instances["predictions"]])
+    print(json.dumps(found))
+
+
+asyncio.run(main())
+"""
+
+
+async def ask_with(client: str, house: House) -> dict[str, Any]:
+    """Return what a script with a client of other people has found."""
+    python = Path(sys.prefix) / "inference" / "bin" / "python"
+    assert python.exists(), "the clients of KServe and Triton are not installed: make inference"
     await house.deploy("good")
-    rows = draw_rows(3, seed=5)
-    command = [str(python), "-c", TRITON_CLIENT, str(house.service.serving_port), json.dumps(rows)]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    command = [str(python), "-c", client, str(house.service.serving_port), json.dumps(ROWS)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.needs("inference")
+async def test_tritons_client_works(house: House) -> None:
+    found = await ask_with(TRITON_CLIENT, house)
     assert found["inputs"] == ["a", "b", "c", "d"]
-    assert found["predictions"] == [[label(row) for row in rows]] * 2
+    assert found["predictions"] == [LABELS] * 2
+
+
+@pytest.mark.needs("inference")
+async def test_kserves_client_works(house: House) -> None:
+    found = await ask_with(KSERVE_CLIENT, house)
+    assert found["predictions"] == [LABELS] * 3

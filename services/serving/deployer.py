@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import datetime
 
 import structlog
@@ -17,50 +17,29 @@ import structlog
 from contracts.base import Fact
 from contracts.envelope import Envelope
 from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelPromoted
-from contracts.model_process import Sample, Tensor
 from services.kit.bus import Message, TransientError
 from services.kit.clock import Clock
 from services.kit.concurrency import cancel_and_wait
-from services.kit.model_folder import ModelFolderError
 from services.kit.warm_server import WarmServer
 from services.serving import metrics
-from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
-from services.serving.core.problems import RequestRefused
-from services.serving.core.signature import LABEL_FIELD, Signature, infer_inputs, infer_outputs, without_labels
 from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
 from services.serving.golden_samples import GoldenSamples
 from services.serving.model_source import ModelSource
-from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
+from services.serving.process import ProcessError, ProcessLimits
 from services.serving.router import Router, ServedModel
 from services.serving.settings import ServingSettings
-from services.serving.version import ModelArtifact, ModelHost, ServedVersion
+from services.serving.version import ServedVersion
+from services.serving.version_start import StageError, VersionStart
 
 log = structlog.get_logger(__name__)
 
-#: Predictions before memory is measured; those after it, at least and at most, and the seconds that they may take.
-FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 8, 50
-WARM_UP_S, MAX_WARM_UP_S = 0.15, 5.0
-#: Growth between them that is a leak.
-WARM_UP_GROWTH_BYTES = 64 * 2**20
-#: Samples by which columns are examined for being labels.
-LABEL_SAMPLES = 8
 #: Seconds in which a warm process must reply before it answers users again.
 PING_S = 0.15
 #: Seconds between two looks at a version that is watched.
 WATCH_EVERY_S = 0.2
 #: Seconds until a deployment that could not reach the object store or the bus is tried again.
 RETRY_S = 2.0
-#: Seconds that a deployment waits for a warm server that is starting.
-WARM_SERVER_PATIENCE_S = 20.0
-
-
-class StageError(Exception):
-    """The version cannot be served."""
-
-    def __init__(self, stage: str, reason: str) -> None:
-        super().__init__(reason)
-        self.stage, self.reason = stage, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +82,7 @@ class ModelDeployer:
     def __init__(self, model: str, parts: DeploymentParts) -> None:
         self.versions = ModelVersions()
         self._parts = parts
+        self._start = VersionStart(parts.settings, parts.source, parts.golden, parts.warm_server, parts.limits)
         self._served = parts.router.models.setdefault(model, ServedModel(model))
         self._origins: dict[int, PromotionOrigin] = {}
         self._news = asyncio.Event()
@@ -168,7 +148,7 @@ class ModelDeployer:
         version = await self._reuse(promotion)
         golden = 0
         if version is None:
-            version, golden = await self._start(promotion)
+            version, golden = await self._start.run(promotion)
         spare: ServedVersion | None = version
         try:
             if served.primary is not None and served.primary.host is not version.host and golden:
@@ -191,72 +171,6 @@ class ModelDeployer:
                     await each.host.process.ping(PING_S)
                     return ServedVersion(promotion, each.host, each.signature)
         return None
-
-    async def _start(self, promotion: ModelPromoted) -> tuple[ServedVersion, int]:
-        """Return a version that has answered the golden set, and how many samples of it were compared."""
-        parts = self._parts
-        try:
-            fetched, golden = await asyncio.gather(parts.source.fetch(promotion), parts.golden.read(promotion))
-        except ModelFolderError as error:
-            raise StageError("fetch", str(error)) from error
-        samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
-        signature = infer_inputs(list(samples.values()))
-        await parts.warm_server.wait_ready(WARM_SERVER_PATIENCE_S)
-        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
-        host = ModelHost(
-            promotion.model, artifact, parts.limits, parts.warm_server, parts.settings.serving_max_growth_bytes
-        )
-        try:
-            await host.start()
-        except LoadError as error:
-            raise StageError("start", str(error)) from error
-        try:
-            outputs = await self._warm_up(host, list(samples.values()))
-            signature = await self._find_labels(host, signature, list(samples.values()))
-            compared = self._compare(golden, list(samples), outputs)
-        except BaseException:
-            await host.stop()
-            raise
-        version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
-        return version, compared
-
-    async def _find_labels(self, host: ModelHost, signature: Signature, samples: list[Sample]) -> Signature:
-        """Return the signature without the columns that only say what is true."""
-        if not signature.is_table or host.process is None:
-            return signature
-        try:
-            return without_labels(signature, await host.process.find_labels(samples[:LABEL_SAMPLES]))
-        except ProcessError as error:
-            raise StageError("warm-up", f"its process did not answer: {error}") from error
-
-    async def _warm_up(self, host: ModelHost, samples: list[Sample]) -> tuple[Tensor, ...]:
-        """Predict the samples until the first slow calls are over; return the outputs for all of them."""
-        process = host.process
-        try:
-            if process is None:
-                raise ProcessError(host.last_crash or "it has ended")
-            await process.ping(self._parts.settings.serving_timeout_s)
-            if not samples:
-                return ()
-            outputs = await process.predict(samples)
-            grown, rounds = await _measure_growth(process, samples)
-        except RequestRefused as error:
-            raise StageError("warm-up", f"it does not take samples of its own dataset: {error}") from error
-        except ModelError as error:
-            raise StageError("warm-up", f"the model failed on samples of its own dataset: {error}") from error
-        except ProcessError as error:
-            raise StageError("warm-up", f"its process did not answer: {error}") from error
-        if grown > WARM_UP_GROWTH_BYTES:
-            raise StageError("warm-up", f"it leaks: {grown / 2**20:.0f} MiB more after {rounds} predictions")
-        return outputs
-
-    def _compare(self, golden: GoldenSet, keys: list[str], outputs: tuple[Tensor, ...]) -> int:
-        """Compare with the evaluation; return how many samples were compared."""
-        tolerance = self._parts.settings.serving_golden_tolerance
-        mismatches = find_mismatches(keys, golden.predictions, outputs, tolerance)
-        if mismatches:
-            raise StageError("golden", explain_mismatches(mismatches, len(golden.predictions)))
-        return len(golden.predictions)
 
     async def _roll_out(self, version: ServedVersion) -> None:
         """Let the candidate answer its share, or see copies, before it takes over."""
@@ -367,20 +281,3 @@ class ModelDeployer:
         await cancel_and_wait(*self._drains)
         for each in self._served.versions():
             await each.host.stop()
-
-
-async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return by how many bytes a process grows, and over how many predictions."""
-    for number in range(FIRST_ROUNDS):
-        await process.predict([samples[number % len(samples)]])
-    before_bytes, started = process.resident_bytes(), time.monotonic()
-    for number in range(MAX_ROUNDS):
-        await process.predict([samples[number % len(samples)]])
-        waited_s = time.monotonic() - started
-        if waited_s > (WARM_UP_S if number + 1 >= MIN_ROUNDS else MAX_WARM_UP_S):
-            break
-    return process.resident_bytes() - before_bytes, number + 1
-
-
-def _without_label(sample: Sample) -> Sample:
-    return {name: content for name, content in sample.items() if name != LABEL_FIELD}

@@ -1,0 +1,137 @@
+"""Starts the version of a promotion: fetched, loaded, warmed up, and compared with its evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from contracts.events.model import ModelPromoted
+from contracts.model_process import Sample, Tensor
+from services.kit.model_folder import ModelFolderError
+from services.kit.warm_server import WarmServer
+from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
+from services.serving.core.problems import RequestRefused
+from services.serving.core.signature import LABEL_FIELD, Signature, infer_inputs, infer_outputs, without_labels
+from services.serving.golden_samples import GoldenSamples
+from services.serving.model_source import ModelSource
+from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
+from services.serving.settings import ServingSettings
+from services.serving.version import ModelArtifact, ModelHost, ServedVersion
+
+#: Predictions before memory is measured; those after it, at least and at most, and the seconds that they may take.
+FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 8, 50
+WARM_UP_S, MAX_WARM_UP_S = 0.15, 5.0
+#: Growth between them that is a leak.
+WARM_UP_GROWTH_BYTES = 64 * 2**20
+#: Samples by which columns are examined for being labels.
+LABEL_SAMPLES = 8
+#: Seconds that a deployment waits for a warm server that is starting.
+WARM_SERVER_PATIENCE_S = 20.0
+
+
+class StageError(Exception):
+    """The version cannot be served."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(reason)
+        self.stage, self.reason = stage, reason
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStart:
+    """Starts versions of models. It keeps nothing of them."""
+
+    settings: ServingSettings
+    source: ModelSource
+    golden: GoldenSamples
+    warm_server: WarmServer
+    limits: ProcessLimits
+
+    async def run(self, promotion: ModelPromoted) -> tuple[ServedVersion, int]:
+        """Return a version that has answered the golden set, and how many samples of it were compared.
+
+        Raises:
+            StageError: the version cannot be served.
+            TransientError: the object store or the bus does not answer.
+        """
+        try:
+            fetched, golden = await asyncio.gather(self.source.fetch(promotion), self.golden.read(promotion))
+        except ModelFolderError as error:
+            raise StageError("fetch", str(error)) from error
+        samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
+        signature = infer_inputs(list(samples.values()))
+        await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S)
+        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
+        host = ModelHost(
+            promotion.model, artifact, self.limits, self.warm_server, self.settings.serving_max_growth_bytes
+        )
+        try:
+            await host.start()
+        except LoadError as error:
+            raise StageError("start", str(error)) from error
+        try:
+            outputs = await self._warm_up(host, list(samples.values()))
+            signature = await self._find_labels(host, signature, list(samples.values()))
+            compared = self._compare(golden, list(samples), outputs)
+        except BaseException:
+            await host.stop()
+            raise
+        version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
+        return version, compared
+
+    async def _find_labels(self, host: ModelHost, signature: Signature, samples: list[Sample]) -> Signature:
+        """Return the signature without the columns that only say what is true."""
+        if not signature.is_table or host.process is None:
+            return signature
+        try:
+            return without_labels(signature, await host.process.find_labels(samples[:LABEL_SAMPLES]))
+        except ProcessError as error:
+            raise StageError("warm-up", f"its process did not answer: {error}") from error
+
+    async def _warm_up(self, host: ModelHost, samples: list[Sample]) -> tuple[Tensor, ...]:
+        """Predict the samples until the first slow calls are over; return the outputs for all of them."""
+        process = host.process
+        try:
+            if process is None:
+                raise ProcessError(host.last_crash or "it has ended")
+            await process.ping(self.settings.serving_timeout_s)
+            if not samples:
+                return ()
+            outputs = await process.predict(samples)
+            grown, rounds = await _measure_growth(process, samples)
+        except RequestRefused as error:
+            raise StageError("warm-up", f"it does not take samples of its own dataset: {error}") from error
+        except ModelError as error:
+            raise StageError("warm-up", f"the model failed on samples of its own dataset: {error}") from error
+        except ProcessError as error:
+            raise StageError("warm-up", f"its process did not answer: {error}") from error
+        if grown > WARM_UP_GROWTH_BYTES:
+            raise StageError("warm-up", f"it leaks: {grown / 2**20:.0f} MiB more after {rounds} predictions")
+        return outputs
+
+    def _compare(self, golden: GoldenSet, keys: list[str], outputs: tuple[Tensor, ...]) -> int:
+        """Compare with the evaluation; return how many samples were compared."""
+        tolerance = self.settings.serving_golden_tolerance
+        mismatches = find_mismatches(keys, golden.predictions, outputs, tolerance)
+        if mismatches:
+            raise StageError("golden", explain_mismatches(mismatches, len(golden.predictions)))
+        return len(golden.predictions)
+
+
+async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:
+    """Return by how many bytes a process grows, and over how many predictions."""
+    for number in range(FIRST_ROUNDS):
+        await process.predict([samples[number % len(samples)]])
+    before_bytes, started = process.resident_bytes(), time.monotonic()
+    for number in range(MAX_ROUNDS):
+        await process.predict([samples[number % len(samples)]])
+        waited_s = time.monotonic() - started
+        if waited_s > (WARM_UP_S if number + 1 >= MIN_ROUNDS else MAX_WARM_UP_S):
+            break
+    return process.resident_bytes() - before_bytes, number + 1
+
+
+def _without_label(sample: Sample) -> Sample:
+    return {name: content for name, content in sample.items() if name != LABEL_FIELD}

@@ -6,6 +6,9 @@ connects. Both send frames: the length of the header and of the body (``<II``), 
 - ``ready`` (process -> serving): the model is loaded. ``failed``: it cannot be; ``error`` has the reason.
 - ``predict`` (serving -> process): samples as ``Task.decode`` takes them, with an ``id``. The reply has the same one:
   ``answer`` with tensors, ``refused`` with the problems of the samples, or ``error`` with what the model raised.
+- ``started`` (process -> serving): the computation of a batch begins; ``ids`` are its requests. Each part of a batch
+  that is divided after a failure has its own. So serving counts a timeout from the start of the work, and knows which
+  requests were computed when a process ended.
 - ``find_labels`` (serving -> process): samples of the dataset. The reply ``labels`` names the columns of their rows
   that only say what is true: a request need not have them.
 - ``ping`` (serving -> process): the reply is ``pong``, once the predictions before it are done.
@@ -138,6 +141,11 @@ def encode_predict(request_id: int, samples: Sequence[Sample], op: str = "predic
     layout = [[[name, len(content)] for name, content in sample.items()] for sample in samples]
     contents = [content for sample in samples for content in sample.values()]
     return encode_frame({"op": op, "id": request_id, "samples": layout}, *contents)
+
+
+def encode_started(request_ids: Sequence[int]) -> bytes:
+    """Return the frame that says that the computation of these requests begins."""
+    return encode_frame({"op": "started", "ids": list(request_ids)})
 
 
 def decode_predict(frame: Frame) -> list[dict[str, bytes]]:

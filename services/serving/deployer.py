@@ -34,8 +34,9 @@ from services.serving.version_start import StageError, VersionStart
 
 log = structlog.get_logger(__name__)
 
-#: Seconds in which a warm process must reply before it answers users again.
-PING_S = 0.15
+#: Seconds in which a warm process must reply before it answers users again. A busy one takes longer.
+#: Where it is later, another process is started, and this one goes on.
+PING_S = 1.0
 #: Seconds between two looks at a version that is watched.
 WATCH_EVERY_S = 0.2
 #: Seconds until a deployment that could not reach the object store or the bus is tried again.

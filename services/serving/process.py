@@ -44,7 +44,14 @@ _numbers = itertools.count(1)
 
 
 class ProcessError(Exception):
-    """The process did not answer: it has ended, or was ended because it was late."""
+    """The process did not answer: it has ended, or was ended because it was late.
+
+    ``batch_size``: requests in the batch that it computed for this one; 0: it had not begun with this one.
+    """
+
+    def __init__(self, reason: str, batch_size: int = 0) -> None:
+        super().__init__(reason)
+        self.batch_size = batch_size
 
 
 class ModelError(Exception):
@@ -57,7 +64,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """How a process runs its model."""
+    """How a process runs its model. ``timeout_s``: without a frame while it computes, after which it is killed."""
 
     max_batch: int
     max_delay_s: float
@@ -65,6 +72,22 @@ class ProcessLimits:
     device: str
     load_timeout_s: float
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Outputs, and the seconds for which the process computed their batch."""
+
+    outputs: tuple[Tensor, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A frame that answers a request, and the seconds since its batch began."""
+
+    frame: Frame
+    seconds: float
 
 
 class ModelProcess(asyncio.Protocol):
@@ -79,9 +102,16 @@ class ModelProcess(asyncio.Protocol):
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Frame]] = {}
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        #: The requests without a reply, pings apart.
+        self._work: set[int] = set()
+        #: Those of the batch that is computed, how many it had, and when it began.
+        self._batch: frozenset[int] = frozenset()
+        self._batch_size, self._batch_began_at = 0, 0.0
+        self._last_frame_at = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
         self._loaded: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
 
     # -- life ---------------------------------------------------------------
@@ -148,7 +178,11 @@ class ModelProcess(asyncio.Protocol):
         return self._transport is not None and not self.ended.is_set()
 
     def kill(self, reason: str) -> None:
-        """End the process and all that it has started."""
+        """End the process and all that it has started, through no fault of what it computes."""
+        self._batch = frozenset()
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
         if self.reason == "it has ended":
             self.reason = reason
         if self.pid:
@@ -178,18 +212,23 @@ class ModelProcess(asyncio.Protocol):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def predict(self, samples: Sequence[Sample], labels: Collection[str] = ()) -> tuple[Tensor, ...]:
-        """Return the outputs for some samples. ``labels``: the fields that were added to what a client sent.
+        """Return the outputs of ``compute``."""
+        return (await self.compute(samples, labels)).outputs
+
+    async def compute(self, samples: Sequence[Sample], labels: Collection[str] = ()) -> Prediction:
+        """Return the prediction for some samples. ``labels``: the fields that were added to what a client sent.
 
         Raises:
             RequestRefused: the samples are not what the model takes.
             ModelError: the model raised an error.
-            ProcessError: the process ended, or was too late and was killed.
+            ProcessError: the process ended, or was killed because it computed for too long.
         """
         request_id = next(self._ids)
-        frame = await self._request(request_id, encode_predict(request_id, samples), self._limits.timeout_s)
+        reply = await self._compute(request_id, encode_predict(request_id, samples))
+        frame = reply.frame
         match frame.op:
             case "answer":
-                return decode_answer(frame)
+                return Prediction(decode_answer(frame), reply.seconds)
             case "refused":
                 raise RequestRefused([to_problem(each, labels) for each in frame.header["problems"]], 422)
             case _:
@@ -199,39 +238,64 @@ class ModelProcess(asyncio.Protocol):
         """Return the columns of these samples that a request need not have.
 
         Raises:
-            ProcessError: see ``predict``.
+            ProcessError: see ``compute``.
         """
         request_id = next(self._ids)
-        frame = encode_predict(request_id, samples, "find_labels")
-        reply = await self._request(request_id, frame, self._limits.timeout_s)
-        return tuple(reply.header.get("names", ()))
+        reply = await self._compute(request_id, encode_predict(request_id, samples, "find_labels"))
+        return tuple(reply.frame.header.get("names", ()))
 
     async def ping(self, timeout_s: float) -> None:
-        """Wait until the process replies.
+        """Wait until the process replies. One that is late goes on: it may only be busy.
 
         Raises:
-            ProcessError: it does not in time.
+            ProcessError: it has ended, or does not reply in time.
         """
         request_id = next(self._ids)
-        await self._request(request_id, encode_frame({"op": "ping", "id": request_id}), timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._request(request_id, encode_frame({"op": "ping", "id": request_id}))
+        except TimeoutError as error:
+            raise ProcessError(f"it did not answer for {timeout_s:g} s") from error
 
-    async def _request(self, request_id: int, frame: bytes, timeout_s: float) -> Frame:
+    async def _compute(self, request_id: int, frame: bytes) -> Reply:
+        """Send a request whose reply the watchdog waits for."""
+        if not self._work:
+            self._last_frame_at = asyncio.get_running_loop().time()
+        self._work.add(request_id)
+        if self._watchdog is None:
+            self._watch()
+        try:
+            return await self._request(request_id, frame)
+        finally:
+            self._work.discard(request_id)
+
+    async def _request(self, request_id: int, frame: bytes) -> Reply:
         if self._transport is None or self.ended.is_set():
             raise ProcessError(self.reason)
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[request_id] = future
         self._idle.clear()
         self._transport.write(frame)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as error:
-            self.kill(f"it did not answer for {timeout_s:g} s")
-            raise ProcessError(self.reason) from error
+            return await future
         finally:
             self._replies.pop(request_id, None)
             if not self._replies:
                 self._idle.set()
+
+    def _watch(self) -> None:
+        """End the process if it has work and gives no frame for ``timeout_s``.
+
+        Whatever waits behind a batch does not count: each batch that begins or ends gives a frame.
+        """
+        loop, timeout_s = asyncio.get_running_loop(), self._limits.timeout_s
+        self._watchdog = None
+        if self.ended.is_set() or not (self._work or self._batch):
+            return
+        if (left_s := self._last_frame_at + timeout_s - loop.time()) > 0:
+            self._watchdog = loop.call_later(left_s, self._watch)
+        else:
+            self._end(f"it did not answer for {timeout_s:g} s")
 
     # -- protocol -----------------------------------------------------------
 
@@ -240,23 +304,38 @@ class ModelProcess(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._last_frame_at = asyncio.get_running_loop().time()
         try:
             for frame in self._frames.feed(data):
-                future = self._loaded if frame.op in ("ready", "failed") else self._replies.get(frame.header["id"])
-                if future is not None and not future.done():
-                    future.set_result(frame)
+                self._handle(frame)
         except (ValueError, KeyError, TypeError) as error:
-            self.kill(f"its replies cannot be read: {error!r}")
+            self._end(f"its replies cannot be read: {error!r}")
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.op in ("ready", "failed"):
+            if not self._loaded.done():
+                self._loaded.set_result(frame)
+            return
+        if frame.op == "started":
+            self._batch, self._batch_began_at = frozenset(frame.header["ids"]), self._last_frame_at
+            self._batch_size = len(self._batch)
+            return
+        request_id = frame.header["id"]
+        self._batch -= {request_id}
+        if (future := self._replies.get(request_id)) is not None and not future.done():
+            future.set_result(Reply(frame, self._last_frame_at - self._batch_began_at))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
-        for future in list(self._replies.values()):
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        for request_id, future in list(self._replies.items()):
             if not future.done():
-                future.set_exception(ProcessError(self.reason))
+                future.set_exception(ProcessError(self.reason, self._batch_size if request_id in self._batch else 0))
         if not self._loaded.done():
             self._loaded.set_result(Frame({"op": "failed", "error": "its process ended while it loaded the model"}))
         if self.pid:
-            self.kill(self.reason)
+            self._end(self.reason)
 
 
 def to_problem(problem: Mapping[str, Any], labels: Collection[str]) -> InputProblem:

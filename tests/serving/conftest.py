@@ -27,7 +27,9 @@ from services.kit.store.objects import ObjectStore
 from services.kit.warm_server import WarmServer
 from services.serving.app import ServingService, build
 from services.serving.process import PYTHON_ROOT
+from services.serving.router import Router, ServedModel
 from services.serving.settings import ServingSettings
+from services.serving.version import ModelHost
 
 PATIENCE_S = 90.0
 
@@ -90,7 +92,18 @@ class House:
     service: ServingService
     http: httpx.AsyncClient
     bus: Bus
+    router: Router
     runs: dict[str, CheckpointRef] = field(default_factory=dict)
+
+    @property
+    def served(self) -> ServedModel:
+        return self.router.models["sums"]
+
+    @property
+    def host(self) -> ModelHost:
+        """The host of the version that answers."""
+        assert self.served.primary is not None
+        return self.served.primary.host
 
     async def promote(self, run_id: str, defect: str = "", **params: Any) -> int:
         """Train where that is not done yet, and promote; return the version."""
@@ -145,8 +158,17 @@ async def store(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> ModelS
 
 
 @pytest_asyncio.fixture
-async def start_house(store: ModelStore, s3_settings: Settings, bus: Bus) -> AsyncIterator[Callable[..., Any]]:
+async def start_house(
+    store: ModelStore, s3_settings: Settings, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Any]]:
     """Start services; each ends with the test, or by the second result."""
+    routers: list[Router] = []
+
+    def make_router(*arguments: Any, **named: Any) -> Router:
+        routers.append(Router(*arguments, **named))
+        return routers[-1]
+
+    monkeypatch.setattr("services.serving.app.Router", make_router)
     running: list[tuple[ServingService, asyncio.Task[None], httpx.AsyncClient]] = []
 
     async def stop(service: ServingService, task: asyncio.Task[None], http: httpx.AsyncClient) -> None:
@@ -164,7 +186,7 @@ async def start_house(store: ModelStore, s3_settings: Settings, bus: Bus) -> Asy
             task.result()
         http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.serving_port}", timeout=60)
         running.append((service, task, http))
-        return House(store, own, service, http, bus)
+        return House(store, own, service, http, bus, routers[-1])
 
     async def stop_all() -> None:
         while running:

@@ -33,6 +33,7 @@ from contracts.model_process import (
     decode_predict,
     encode_answer,
     encode_frame,
+    encode_started,
     pack_bytes,
 )
 from trainbus.model.missing_field import find_missing_field
@@ -280,6 +281,7 @@ class PredictionLoop:
             case "predict":
                 self._waiting.append(PredictRequest(frame.header["id"], decode_predict(frame), time.monotonic()))
             case "find_labels":
+                self._link.sendall(encode_started([frame.header["id"]]))
                 labels = self._predictor.find_labels(decode_predict(frame))
                 self._link.sendall(encode_frame({"op": "labels", "id": frame.header["id"], "names": labels}))
             case "ping":
@@ -297,6 +299,7 @@ class PredictionLoop:
         return batch
 
     def _predict_batch(self, batch: Sequence[PredictRequest]) -> None:
+        self._link.sendall(encode_started([request.request_id for request in batch]))
         try:
             outputs = self._predictor.predict([sample for request in batch for sample in request.samples])
         except Exception as error:

@@ -31,6 +31,7 @@ from contracts.model_process import (
 )
 from services.kit.socket_files import socket_path
 from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
+from services.serving import priority
 from services.serving.core.problems import InputProblem, RequestRefused
 
 log = structlog.get_logger(__name__)
@@ -123,6 +124,7 @@ class ModelProcess(asyncio.Protocol):
         environment: Mapping[str, str],
         limits: ProcessLimits,
         warm_server: WarmServer | None,
+        niceness: int = priority.ANSWERING,
     ) -> ModelProcess:
         """Start a process that loads the model in ``folder``, and wait until it has.
 
@@ -145,6 +147,7 @@ class ModelProcess(asyncio.Protocol):
             )
             log_file = folder.with_name(f"{folder.name}.log")
             process.pid, child = await _spawn(launch, build_environment(environment), log_file, warm_server)
+            priority.set_niceness(process.pid, niceness)
             await process._wait_loaded(child)
         except BaseException:
             process.kill("it was not ready")

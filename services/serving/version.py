@@ -15,7 +15,7 @@ from contracts.events.model import ModelPromoted
 from contracts.model_process import Sample, Tensor
 from services.kit.concurrency import cancel_and_wait
 from services.kit.warm_server import WarmServer
-from services.serving import metrics
+from services.serving import metrics, priority
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import Signature
 from services.serving.core.watch import RequestTally
@@ -64,13 +64,18 @@ class ModelHost:
         self.loaded_bytes = 0
 
     async def start(self) -> None:
-        """Start the first process.
+        """Start the first process, at a low priority until ``take_up``.
 
         Raises:
             LoadError: it cannot load the model.
         """
-        await self._start_process()
+        await self._start_process(priority.LOADING)
         self._keeper = asyncio.create_task(self._keep_running(), name=f"keep {self._model}")
+
+    def take_up(self) -> None:
+        """Give the process the priority of one that answers."""
+        if self._process is not None:
+            priority.set_niceness(self._process.pid, priority.ANSWERING)
 
     @property
     def process(self) -> ModelProcess | None:
@@ -108,9 +113,9 @@ class ModelHost:
             self._process.kill("it was stopped")
         self._changed.set()
 
-    async def _start_process(self) -> None:
+    async def _start_process(self, niceness: int = priority.ANSWERING) -> None:
         process = await ModelProcess.start(
-            self.artifact.folder, self.artifact.environment, self._limits, self._warm_server
+            self.artifact.folder, self.artifact.environment, self._limits, self._warm_server, niceness
         )
         self._process, self.loaded_bytes = process, process.resident_bytes()
         self._changed.set()

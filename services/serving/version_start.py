@@ -11,6 +11,7 @@ from contracts.events.model import ModelPromoted
 from contracts.model_process import Sample, Tensor
 from services.kit.model_folder import ModelFolderError
 from services.kit.warm_server import WarmServer
+from services.serving import priority
 from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import LABEL_FIELD, Signature, infer_inputs, infer_outputs, without_labels
@@ -62,7 +63,9 @@ class VersionStart:
             raise StageError("fetch", str(error)) from error
         samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
         signature = infer_inputs(list(samples.values()))
-        await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S)
+        if await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S) and self.warm_server.pid is not None:
+            # It does nothing but fork, which takes it a while and pages of memory.
+            priority.set_niceness(self.warm_server.pid, priority.LOADING)
         artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
         host = ModelHost(
             promotion.model, artifact, self.limits, self.warm_server, self.settings.serving_max_growth_bytes
@@ -78,6 +81,7 @@ class VersionStart:
         except BaseException:
             await host.stop()
             raise
+        host.take_up()
         version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
         return version, compared
 

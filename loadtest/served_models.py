@@ -1,6 +1,7 @@
 """Models for the load test and the tests of serving: the objects and facts of runs that were trained and evaluated.
 
 The model is one linear layer over four numbers; the class is the larger of two sums. Its Task can be given a defect.
+``loadtest/served_kinds.py`` has larger ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import random
 import tarfile
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,42 @@ def label(row: dict[str, float]) -> int:
     return int(row["c"] + row["d"] > row["a"] + row["b"])
 
 
+@dataclass(frozen=True, slots=True)
+class ServedKind:
+    """A model that is served, and what it answers."""
+
+    #: ``module:Class``, and the files of its code package.
+    task: str
+    code: Mapping[str, bytes]
+    classes: tuple[str, ...]
+    #: (count, seed) -> samples without labels, and the prediction of a sound model for each.
+    draw: Callable[[int, int], list[tuple[dict[str, bytes], int]]]
+    #: A positive factor -> weights that give the same predictions, so that no two runs have one checkpoint.
+    weights: Callable[[float], dict[str, torch.Tensor]]
+    #: A sample as a client sends it: the body and its type.
+    encode: Callable[[dict[str, bytes]], tuple[bytes, str]]
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _draw_sums(count: int, seed: int) -> list[tuple[dict[str, bytes], int]]:
+    return [({"json": json.dumps(row).encode()}, label(row)) for row in draw_rows(count, seed)]
+
+
+def _sums_weights(scale: float) -> dict[str, torch.Tensor]:
+    weight = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    return {"weight": weight * scale, "bias": torch.zeros(2)}
+
+
+SUMS = ServedKind(
+    task="sums_task:Sums",
+    code={"sums_task.py": TASK.encode()},
+    classes=CLASSES,
+    draw=_draw_sums,
+    weights=_sums_weights,
+    encode=lambda sample: (b'{"rows": [%s]}' % sample["json"], "application/json"),
+)
+
+
 @dataclass(slots=True)
 class ModelStore:
     """Writes models and what the services publish about them."""
@@ -115,6 +153,7 @@ class ModelStore:
     settings: Settings
     model: str = "sums"
     samples: int = 64
+    kind: ServedKind = SUMS
     #: Version -> its promotion.
     promotions: dict[int, ModelPromoted] = field(default_factory=dict)
     dataset_id: str = ""
@@ -123,18 +162,19 @@ class ModelStore:
     async def write_shared(self) -> None:
         """Write the dataset and the code."""
         await self._write_dataset()
-        package = _pack({"sums_task.py": TASK.encode()})
+        package = _pack(self.kind.code)
         uri = f"s3://{self.settings.bucket_code}/{sha256(package)}.tar.gz"
         await self.objects.put(uri, package)
         self._code = {"uri": uri, "sha256": sha256(package)}
 
     async def _write_dataset(self) -> None:
-        rows = draw_rows(self.samples)
-        content, places = io.BytesIO(), {"json": ([], []), "cls": ([], [])}  # type: ignore[var-annotated]
-        keys = [f"{number:06d}" for number in range(len(rows))]
+        drawn = self.kind.draw(self.samples, 0)
+        content, places = io.BytesIO(), {}  # type: ignore[var-annotated]
+        keys = [f"{number:06d}" for number in range(len(drawn))]
         with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for key, row in zip(keys, rows, strict=True):
-                for name, body in (("json", json.dumps(row).encode()), ("cls", str(label(row)).encode())):
+            for key, (sample, answer) in zip(keys, drawn, strict=True):
+                for name, body in {**sample, "cls": str(answer).encode()}.items():
+                    places.setdefault(name, ([], []))
                     entry = tarfile.TarInfo(f"{key}.{name}")
                     entry.size = len(body)
                     places[name][0].append(content.tell() + tarfile.BLOCKSIZE)
@@ -147,7 +187,7 @@ class ModelStore:
             path="test/shard-00000.tar",
             sha256=sha256(shard),
             size_bytes=len(shard),
-            samples=len(rows),
+            samples=len(drawn),
             index_path="test/shard-00000.idx",
             index_sha256=sha256(index),
             index_bytes=len(index),
@@ -159,31 +199,30 @@ class ModelStore:
             fingerprint=sha256(b"sums"),
             split=Split(),
             split_config_hash=split_config_hash(Split()),
-            classes=CLASSES,
-            splits={"train": empty, "validation": empty, "test": SplitFiles(samples=len(rows), shards=(file,))},
+            classes=self.kind.classes,
+            splits={"train": empty, "validation": empty, "test": SplitFiles(samples=len(drawn), shards=(file,))},
         ).to_bytes()
         self.dataset_id = sha256(manifest)
         await self.objects.put(dataset_uri(self.settings.bucket_datasets, self.dataset_id), manifest)
 
     async def train(self, run_id: str, defect: str = "", **params: Any) -> CheckpointRef:
         """Write what a training and its evaluation leave; return the committed checkpoint."""
+        own_params = {**self.kind.params, **({"defect": defect} if self.kind is SUMS else {}), **params}
         spec = RunSpec.model_validate(
             {
                 "name": run_id,
                 "model": self.model,
-                "task": "sums_task:Sums",
-                "params": {"defect": defect, **params},
+                "task": self.kind.task,
+                "params": own_params,
                 "code": self._code,
                 "training": {"epochs": 1},
             }
         )
         await self.bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
-        weight = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
-        # Other weights with the same answers, so that no two runs have one checkpoint.
         scale = 1.0 + int(sha256(run_id.encode())[:6], 16) / 2**24
-        about = {"params": {"defect": defect, **params}, "classes": list(CLASSES), "dataset_id": self.dataset_id}
+        about = {"params": own_params, "classes": list(self.kind.classes), "dataset_id": self.dataset_id}
         files = {
-            "model-0.safetensors": save({"weight": weight * scale, "bias": torch.zeros(2)}),
+            "model-0.safetensors": save(self.kind.weights(scale)),
             "state.json": json.dumps({"about": about}).encode(),
         }
         ref = await self._commit(run_id, files)
@@ -210,14 +249,13 @@ class ModelStore:
         return ref
 
     async def _evaluate(self, run_id: str) -> None:
-        rows = draw_rows(self.samples)
-        labels = [label(row) for row in rows]
+        labels = [answer for _, answer in self.kind.draw(self.samples, 0)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / PREDICTIONS_FILE
-            info = PredictionsInfo(dataset_id=self.dataset_id, classes=CLASSES, score_of="accuracy")
+            info = PredictionsInfo(dataset_id=self.dataset_id, classes=self.kind.classes, score_of="accuracy")
             with PredictionsWriter(path, info) as writer:
-                keys = [f"{number:06d}" for number in range(len(rows))]
-                writer.write({"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(rows)})
+                keys = [f"{number:06d}" for number in range(len(labels))]
+                writer.write({"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(labels)})
             content = path.read_bytes()
         uri = f"s3://{self.settings.bucket_models}/evaluations/{run_id}/{PREDICTIONS_FILE}"
         await self.objects.put(uri, content)
@@ -245,7 +283,7 @@ class ModelStore:
         return version
 
 
-def _pack(files: dict[str, bytes]) -> bytes:
+def _pack(files: Mapping[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, content in files.items():

@@ -33,7 +33,8 @@ class Block(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
         x_BTC = x_BTC + self.project(attended.transpose(1, 2).reshape(B, T, C))
-        return x_BTC + self.mlp(self.norm_mlp(x_BTC))
+        out_BTC: Tensor = x_BTC + self.mlp(self.norm_mlp(x_BTC))
+        return out_BTC
 
 
 class GPT(nn.Module):

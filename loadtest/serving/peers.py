@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import torch
 
 from loadtest.served_models import COLUMNS, SUMS, draw_rows, label
@@ -72,14 +73,17 @@ async def start_trainbus(folder: Path) -> AsyncIterator[tuple[Door, Update]]:
 async def start_mlflow(folder: Path) -> AsyncIterator[tuple[Door, Update]]:
     """``mlflow models serve`` has no update: the server ends, and one with the other model starts."""
     import mlflow.pytorch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
 
     (port,) = free_ports(1)
     model = torch.nn.Linear(4, 2)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]))
         model.bias.zero_()
+    signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, len(COLUMNS)))]))
     for name in ("odd", "even"):
-        mlflow.pytorch.save_model(model, folder / name)
+        mlflow.pytorch.save_model(model, folder / name, signature=signature, serialization_format="pickle")
     command = [sys.executable, "-m", "mlflow", "models", "serve", "--env-manager", "local", "-p", str(port), "-m"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with (folder / "mlflow.log").open("wb") as log:

@@ -431,6 +431,18 @@ class Projector:
     # -- registry -----------------------------------------------------------
 
     async def _promote(self, event: ModelPromoted) -> None:
+        """Show a promotion in MLflow, after the earlier ones that it lacks: it numbers versions as they are made."""
+        await self._catch_up_registry()
+        highest = await self._call(self._store.find_highest_version, event.model)
+        promotions = self._registry.models[event.model].promotions
+        for version in sorted(number for number in promotions if highest < number < event.version):
+            try:
+                await self._show_promotion(promotions[version])
+            except TrackingRefused as error:
+                log.warning("a version is left out of MLflow", model=event.model, version=version, reason=str(error))
+        await self._show_promotion(event)
+
+    async def _show_promotion(self, event: ModelPromoted) -> None:
         async with self._lock:
             run, page = await self._find_page(event.run_id)
         mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None

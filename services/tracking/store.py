@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from contracts.events.model import ModelPromoted
 from services.tracking import metrics
 from services.tracking.core import describe
 from services.tracking.core.points import Point
 from services.tracking.core.registry import CHAMPION, AliasTarget
+
+log = structlog.get_logger(__name__)
 
 SQLITE = "sqlite:///"
 #: How MLflow's client is to behave in this process. The retries are ours: its own take minutes.
@@ -43,6 +47,8 @@ DEFAULT_EXPERIMENT = "default"
 KIND, TRAINING_KIND = "mlflow.experimentKind", "custom_model_development"
 MODEL_VERSIONS = "mlflow.modelVersions"
 CHAMPION_VERSION = "trainbus.champion_version"
+#: Numbers of versions that are passed over to reach a promotion's own.
+MAX_FILLED_NUMBERS = 1000
 #: Tables of MLflow's database that have one row before anything is tracked.
 MADE_WITH_A_ROW = {"alembic_version", "experiments", "workspaces"}
 
@@ -331,12 +337,17 @@ class Store:
         """Make the registry show this champion, unless it already shows a later one."""
         with self._translate_errors("promote"):
             model = self._model(promotion.model)
-            version = self._version(promotion, mlflow_run_id, tags, files)
+            version = str(self._version(promotion, mlflow_run_id, tags, files))
             if promotion.version < int(model.tags.get(CHAMPION_VERSION, 0)):
                 return
             # The alias first: a crash in between sets it again to the same, and never goes back.
             self._mlflow.set_registered_model_alias(promotion.model, CHAMPION, version)
             self._mlflow.set_registered_model_tag(promotion.model, CHAMPION_VERSION, str(promotion.version))
+
+    def find_highest_version(self, name: str) -> int:
+        """Return the highest number of a model's versions; 0: it has none."""
+        with self._translate_errors("find_highest_version"):
+            return max((int(each.version) for each in self._versions(name)), default=0)
 
     def compare_aliases(self, name: str, wanted: Mapping[str, AliasTarget], removed: Set[str]) -> list[AliasChange]:
         """Return which aliases of a model must change to be as wanted. Aliases that nobody requested here stay."""
@@ -347,7 +358,7 @@ class Store:
                 if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 return []
-            known = self._pages(self._mlflow.search_model_versions, f"name = '{name}'")
+            known = self._versions(name)
             changes = [AliasChange(alias, str(found[alias]), None) for alias in sorted(removed & found.keys())]
             for alias, target in sorted(wanted.items()):
                 version = _find_version(known, target)
@@ -378,23 +389,45 @@ class Store:
                 raise
             return self._mlflow.get_registered_model(name)
 
+    def _versions(self, name: str) -> list[Any]:
+        return self._pages(self._mlflow.search_model_versions, f"name = '{name}'")
+
     def _version(
         self,
         promotion: ModelPromoted,
         mlflow_run_id: str | None,
         tags: Mapping[str, str],
         files: LoggedModel | None,
-    ) -> str:
-        """Return the registry's version for this promotion; a rollback uses the one that was there before."""
-        known = self._pages(self._mlflow.search_model_versions, f"name = '{promotion.model}'")
-        for version in known:
-            if version.tags.get(EVENT_ID) == promotion.event_id:
-                return str(version.version)
-        if promotion.rollback:
-            uri = promotion.checkpoint_uri
-            earlier = [each for each in known if uri in (each.source, each.tags.get(describe.CHECKPOINT_URI))]
-            if earlier:
-                return str(max(earlier, key=lambda each: int(each.version)).version)
+    ) -> int:
+        """Return the number of this promotion's version in MLflow: the promotion's own, unless that is taken."""
+        known = self._versions(promotion.model)
+        own = [int(each.version) for each in known if each.tags.get(EVENT_ID) == promotion.event_id]
+        highest = max((int(each.version) for each in known), default=0)
+        if promotion.version - highest > MAX_FILLED_NUMBERS:
+            raise TrackingRefused(
+                f"MLflow's highest version of {promotion.model!r} is {highest}, too far below {promotion.version}: "
+                "`trainbus replay tracking` fills an empty MLflow"
+            )
+        # MLflow counts up by one, and over deleted versions. Those that fill a gap go once the last is there, since a
+        # store that does not count them would give their numbers again.
+        while not own or max(own) < promotion.version:
+            own.append(self._create_version(promotion, mlflow_run_id, tags, files))
+        number = max(own)
+        for filler in sorted(set(own) - {number}):
+            self._mlflow.delete_model_version(promotion.model, str(filler))
+        if files is not None and self.uri.startswith(SQLITE):
+            self._link_version(files, promotion.model, number)
+        if number != promotion.version:
+            self._note_other_number(promotion, number)
+        return number
+
+    def _create_version(
+        self,
+        promotion: ModelPromoted,
+        mlflow_run_id: str | None,
+        tags: Mapping[str, str],
+        files: LoggedModel | None,
+    ) -> int:
         made = self._mlflow.create_model_version(
             promotion.model,
             files.location if files else promotion.checkpoint_uri,
@@ -404,12 +437,30 @@ class Store:
             # A server checks by it that the files may be named; a database takes the run alone.
             model_id=files.model_id if files and not self.uri.startswith(SQLITE) else None,
         )
-        if files is not None and self.uri.startswith(SQLITE):
-            # What a server does by itself: the model's page links to its versions.
-            self._mlflow.set_logged_model_tags(
-                files.model_id, {MODEL_VERSIONS: json.dumps([{"name": made.name, "version": int(made.version)}])}
-            )
-        return str(made.version)
+        return int(made.version)
+
+    def _link_version(self, files: LoggedModel, name: str, number: int) -> None:
+        """Link the logged model's page to a version, as a server does by itself."""
+        linked = json.loads(files.tags.get(MODEL_VERSIONS, "[]"))
+        link = {"name": name, "version": number}
+        if link not in linked:
+            self._mlflow.set_logged_model_tags(files.model_id, {MODEL_VERSIONS: json.dumps([*linked, link])})
+
+    def _note_other_number(self, promotion: ModelPromoted, number: int) -> None:
+        """Say on the version and in the log, once, that MLflow's number of it is not trainbus's."""
+        description = (
+            f"This is version {promotion.version} of {promotion.model!r} in trainbus. MLflow's number is {number}, "
+            f"since it had given {promotion.version} away: versions are made by promotions, and not by register_model."
+        )
+        if self._mlflow.get_model_version(promotion.model, str(number)).description == description:
+            return
+        log.warning(
+            "MLflow has another number for a version: load it by the alias, or by MLflow's number",
+            model=promotion.model,
+            version=promotion.version,
+            mlflow_version=number,
+        )
+        self._mlflow.update_model_version(promotion.model, str(number), description)
 
 
 def _page(run: Any) -> Page:
@@ -425,7 +476,7 @@ def _page(run: Any) -> Page:
 
 
 def _find_version(known: Sequence[Any], target: AliasTarget) -> str | None:
-    """Return MLflow's number of a version. One that was brought back by a rollback has the number of its first time."""
+    """Return MLflow's number of a version; of one that an earlier trainbus brought back, that of its first time."""
     uri = target.checkpoint_uri
     same = [each for each in known if uri in (each.source, each.tags.get(describe.CHECKPOINT_URI))]
     exact = [each for each in same if each.tags.get(describe.VERSION) == str(target.version)]

@@ -212,7 +212,9 @@ async def test_a_promoted_task_loads_from_an_embedded_mlflow(
     await story.again()
     await stored.promote(story, uri, version=2, rollback=True)
     assert [each.model_id for each in stored.world.client.search_logged_models(["0"])] == [model.model_id]
-    assert len(stored.world.client.search_model_versions("name = 'm'")) == 1
+    versions = stored.world.client.search_model_versions("name = 'm'")
+    assert {int(each.version): each.source for each in versions} == dict.fromkeys((1, 2), champion.source)
+    assert stored.champion().version == 2
     assert list((embedded_settings.data_dir / "tracking-models").iterdir()) == []
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from contracts.events.model import ModelPromoted, ModelStaged
 from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPrepared, RunProgress, RunTracked
 from services.kit.bus import Bus
 from services.kit.service import Service
 from services.tracking import metrics
-from services.tracking.app import build
+from services.tracking.app import Projector, build
 from services.tracking.core.points import Point
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store, TrackingUnavailable
@@ -429,8 +432,87 @@ async def test_the_champion_alias_never_runs_backwards(world: World) -> None:
     await story.publish(promoted(3, "r1", rollback=True))
     await world.settled()
     champion = world.client.get_model_version_by_alias("m", "champion")
-    assert (champion.version, champion.run_id) == (1, world.pages()[0].info.run_id)
-    assert len(world.client.search_model_versions("name = 'm'")) == 2
+    assert (champion.version, champion.run_id) == (3, world.pages()[0].info.run_id)
+    assert _numbers(world) == {1: "1", 2: "2", 3: "3"}
+
+
+async def test_promotions_out_of_order_have_their_own_numbers(bus: Bus, tracking_settings: TrackingSettings) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    world = World(bus, tracking_settings, store)
+    facts = {version: promoted(version, f"r{version}") for version in (1, 2, 3, 6)}
+    for fact in facts.values():
+        await world.story().publish(fact)
+    async with Projector(bus, tracking_settings, store, asyncio.Event(), announces=False) as projector:
+        for version in (3, 1, 2, 6, 3, 1):
+            await projector.project_promotion(facts[version])
+    # 4 and 5 are in no log: their numbers name nothing.
+    assert _numbers(world) == {1: "1", 2: "2", 3: "3", 6: "6"}
+    assert _aliases(world) == {"champion": "6"}
+
+
+async def test_a_number_that_is_taken_in_mlflow_is_told_once(world: World) -> None:
+    story = world.story()
+    await story.accepted()
+    await story.publish(promoted(1, "r1"))
+    await world.settled()
+    by_hand = world.client.create_model_version("m", "s3://models/by-hand")
+    with capture_logs() as logs:
+        await story.publish(promoted(2, "r2"))
+        await world.settled()
+        await story.again()
+        await world.settled()
+    assert _numbers(world) == {1: "1", int(by_hand.version): None, 3: "2"}
+    assert _aliases(world) == {"champion": "3"}
+    (warning,) = (each for each in logs if "another number" in each["event"])
+    assert (warning["version"], warning["mlflow_version"]) == (2, 3)
+    assert "version 2 of 'm' in trainbus" in world.client.get_model_version("m", "3").description
+
+
+class BreakingClient:
+    """MLflow's client, whose process ends right after one of its calls."""
+
+    def __init__(self, client: Any, last_call: int) -> None:
+        self._client, self._left = client, last_call
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = method(*args, **kwargs)
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+            return answer
+
+        return call
+
+
+def test_a_kill_between_any_two_calls_makes_no_second_version(tracking_settings: TrackingSettings) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    client = store._mlflow
+    tags = {"trainbus.version": "3"}
+    for last_call in range(1, 12):
+        name = f"m{last_call}"
+        # A gap before it, and files: every call that there is.
+        files = store.open_model("default", name, None, {"trainbus.checkpoint_uri": f"s3://{name}"}, {})
+        fact = promoted(3, "r1").model_copy(update={"model": name})
+        store._client = BreakingClient(client, last_call)
+        with suppress(KeyboardInterrupt):
+            store.promote(fact, None, tags, files)
+        store._client = client
+        for _ in range(2):
+            files = store.open_model("default", name, None, {"trainbus.checkpoint_uri": f"s3://{name}"}, {})
+            store.promote(fact, None, tags, files)
+            assert [int(each.version) for each in client.search_model_versions(f"name = '{name}'")] == [3]
+        assert dict(client.get_registered_model(name).aliases) == {"champion": 3}
+        linked = client.get_logged_model(files.model_id).tags["mlflow.modelVersions"]
+        assert json.loads(linked) == [{"name": name, "version": 3}]
+
+
+def _numbers(world: World) -> dict[int, str | None]:
+    """Return trainbus's number of each version in MLflow."""
+    found = world.client.search_model_versions("name = 'm'")
+    return {int(each.version): each.tags.get("trainbus.version") for each in found}
 
 
 async def test_aliases_follow_the_facts_and_are_moved_back(

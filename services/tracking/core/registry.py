@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from contracts.events.model import ModelFact, ModelPromoted, ModelStaged
-from contracts.state.model import ModelSettings
+from contracts.state.model import ModelSettings, champion_of
 
 CHAMPION = "champion"
 
@@ -20,9 +20,10 @@ class AliasTarget:
 
 @dataclass(slots=True)
 class Model:
-    """A model's champion and its other aliases."""
+    """A model's promotions and its aliases."""
 
-    champion: ModelPromoted | None = None
+    #: By version.
+    promotions: dict[int, ModelPromoted] = field(default_factory=dict)
     settings: ModelSettings = field(default_factory=ModelSettings)
     #: Aliases that were removed by request.
     removed: set[str] = field(default_factory=set)
@@ -30,13 +31,17 @@ class Model:
     def apply(self, fact: ModelFact) -> None:
         """Fold one fact, in the order of the log."""
         match fact:
-            case ModelPromoted() if self.champion is None or fact.version > self.champion.version:
-                self.champion = fact
+            case ModelPromoted():
+                self.promotions.setdefault(fact.version, fact)
             case ModelStaged(version=None):
                 self.removed.add(fact.alias)
             case ModelStaged():
                 self.removed.discard(fact.alias)
         self.settings.apply(fact)
+
+    @property
+    def champion(self) -> ModelPromoted | None:
+        return champion_of(tuple(self.promotions.values()))
 
     @property
     def aliases(self) -> dict[str, AliasTarget]:
@@ -45,8 +50,8 @@ class Model:
         for alias, fact in self.settings.aliases.items():
             if fact.version is not None and fact.checkpoint_uri is not None:
                 found[alias] = AliasTarget(fact.version, fact.checkpoint_uri)
-        if self.champion is not None:
-            found[CHAMPION] = AliasTarget(self.champion.version, self.champion.checkpoint_uri)
+        if (champion := self.champion) is not None:
+            found[CHAMPION] = AliasTarget(champion.version, champion.checkpoint_uri)
         return found
 
 

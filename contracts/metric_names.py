@@ -15,6 +15,9 @@ KIND_METRICS = {
     "ranking": ("ndcg", "mrr"),
     "language-modelling": ("perplexity", "token_accuracy"),
 }
+#: What evaluation measures of a Task that predicts: the median time of an answer to one sample. It is a figure of the
+#: machine too, so no comparison of results includes it.
+LATENCY_MS = "latency_ms"
 #: What the training of any Task reports besides its validation.
 TRAIN_METRICS = ("train/loss", "train/grad_norm", "train/lr", "train/samples_per_s", "train/data_wait_s")
 #: Beginnings of the names of all metrics that the training of a Task reports.

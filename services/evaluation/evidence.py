@@ -15,13 +15,14 @@ from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
 from contracts.events.run import RunExited, RunReleased
 from contracts.manifest import files_of
+from contracts.metric_names import LATENCY_MS
 from contracts.predictions import Predictions, PredictionsError
 from contracts.state.placements import PLACEMENT_FACTS
 from services.evaluation.core.bootstrap import seed_for
 from services.evaluation.core.comparison import PredictionComparison, compare_predictions
 from services.evaluation.core.decide import JudgeCandidate, find_predictions
 from services.evaluation.core.footprint import Footprint, slot_hours
-from services.evaluation.core.gate import LATENCY, Evidence, metric_value
+from services.evaluation.core.gate import Evidence, metric_value
 from services.evaluation.core.report import confusion_of_json
 from services.evaluation.core.state import Candidate, Outcome, State
 from services.kit.bus import Bus
@@ -159,7 +160,7 @@ class EvidenceReader:
         history = await self._bus.read_history(*(subjects.fact("run", run_id, fact.fact) for fact in read))
         facts = [(each.event, each.envelope.time) for each in history]
         return Footprint(
-            latency_ms=metric_value(outcome.metrics, LATENCY),
+            latency_ms=metric_value(outcome.metrics, LATENCY_MS),
             size_bytes=await self._measure_weights(checkpoint_uri),
             slot_hours=slot_hours(facts),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from contracts.predictions import Predictions
 from contracts.ranks import Launch
 from tests.trainbus.support import linear_dataset, request
 from trainbus.data.dataset import Dataset
+from trainbus.evaluation import latency
 from trainbus.evaluation.evaluate import evaluate
 from trainbus.task import Task, TaskError
 from trainbus.trainer.world import World
@@ -78,7 +80,67 @@ def test_a_regression(dataset: Dataset, tmp_path: Path) -> None:
     assert predictions.info.score_of == "mse"
     assert (str(table["target"].type), str(table["prediction"].type)) == ("double", "double")
     assert math.sqrt(-np.mean(table["score"].to_pylist())) == pytest.approx(metrics["test/rmse"])
-    assert {"test/rmse", "test/mae", "test/r2", "test/size"} == set(metrics)
+    assert {"test/rmse", "test/mae", "test/r2", "test/size", "test/latency_ms"} == set(metrics)
+
+
+class Instrumented(EightNumbers):
+    """Takes the given times for the answers of which the latency is measured, and notes their batches' sizes."""
+
+    def __init__(self, clock: list[float], durations_s: Iterator[float], **summary: float) -> None:
+        super().__init__("regression", lambda value, label: (value, label))
+        self._clock, self._durations_s, self._summary = clock, durations_s, summary
+        self.sizes: list[int] = []
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            self.sizes.append(len(batch[1]))
+            self._clock[0] += next(self._durations_s)
+        return super().predict(model, batch)
+
+    def summarize(self, predictions: Any) -> dict[str, float]:
+        return self._summary
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass when a test says so."""
+    now = [0.0]
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_latency_is_the_median_of_single_samples_after_a_warm_up(
+    dataset: Dataset, tmp_path: Path, clock: list[float]
+) -> None:
+    # The first answers take long, and a third of the others are disturbed.
+    answers = itertools.cycle([0.002, 0.003, 0.020])
+    task = Instrumented(clock, itertools.chain([0.1] * latency.WARM_UP_ANSWERS, answers))
+    metrics, _ = measure(task, dataset, tmp_path)
+    assert metrics["test/latency_ms"] == pytest.approx(3)
+    assert task.sizes == [1] * (latency.WARM_UP_ANSWERS + len(dataset.split("test")))
+
+
+def test_a_slow_model_is_measured_within_the_bound(dataset: Dataset, tmp_path: Path, clock: list[float]) -> None:
+    task = Instrumented(clock, itertools.repeat(2 * latency.MAX_S))
+    metrics, _ = measure(task, dataset, tmp_path)
+    assert metrics["test/latency_ms"] == pytest.approx(2000 * latency.MAX_S)
+    assert task.sizes == [1]
+
+
+def test_a_latency_of_the_tasks_own_stands(dataset: Dataset, tmp_path: Path, clock: list[float]) -> None:
+    task = Instrumented(clock, itertools.repeat(0.001), latency_ms=7.0)
+    metrics, _ = measure(task, dataset, tmp_path)
+    assert (metrics["test/latency_ms"], task.sizes) == (7.0, [])
+
+
+def test_a_model_that_takes_no_single_sample_is_measured_all_the_same(dataset: Dataset, tmp_path: Path) -> None:
+    def refuse_one(value: Tensor, label: Tensor) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise ValueError("more than one value is needed")
+        return value, label
+
+    metrics, _ = measure(EightNumbers("regression", refuse_one), dataset, tmp_path)
+    assert set(metrics) == {"test/rmse", "test/mae", "test/r2", "test/size"}
 
 
 def test_a_ranking_has_one_score_a_query(dataset: Dataset, tmp_path: Path) -> None:

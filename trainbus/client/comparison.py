@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.best_checkpoint import ranking_metrics
-from contracts.metric_names import suggest_metric
+from contracts.metric_names import LATENCY_MS, suggest_metric
 from trainbus.client.errors import UsageError
 from trainbus.client.runs import MetricPoint
 from trainbus.client.views import RunView
@@ -16,9 +16,9 @@ from trainbus.client.views import RunView
 #: Fields of a request that name or describe a run; a difference in them says nothing about its result.
 DESCRIPTIVE = ("name", "tags", "user", "team", "experiment")
 #: Ends of the names of metrics that are better when they are lower.
-LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer")
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "ms")
 #: Metrics about the training itself, which are compared only on request.
-OPERATIONAL = ("train/lr", "train/samples_per_s", "train/data_wait_s", "train/grad_norm")
+OPERATIONAL = ("train/lr", "train/samples_per_s", "train/data_wait_s", "train/grad_norm", f"test/{LATENCY_MS}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contracts.formats import format_bytes
+from contracts.metric_names import LATENCY_MS, strip_split
 from trainbus.client.errors import NotFoundError
 from trainbus.commands import render
 from trainbus.commands.options import Json, Run, command
@@ -73,7 +74,9 @@ def _print_report(found: EvaluationReport) -> None:
 
 
 def _order(metrics: dict[str, float], first: str | None) -> list[str]:
-    return sorted(metrics, key=lambda name: (name != first, name))
+    # The latency is a line of its own below the table.
+    shown = [name for name in metrics if strip_split(name) != LATENCY_MS or name == first]
+    return sorted(shown, key=lambda name: (name != first, name))
 
 
 def _print_slices(slices: list[dict[str, Any]]) -> None:

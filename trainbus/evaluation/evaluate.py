@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor, nn
 
+from contracts.metric_names import LATENCY_MS
 from contracts.predictions import (
     ID,
     PREDICTIONS_FILE,
@@ -28,8 +29,9 @@ from contracts.predictions import (
 )
 from contracts.ranks import Launch
 from trainbus.data.dataset import Dataset
-from trainbus.data.reader import DatasetError
+from trainbus.data.reader import DatasetError, SplitReader
 from trainbus.evaluation.kind_metrics import compute_kind_metrics, score_rows
+from trainbus.evaluation.latency import measure_latency_ms
 from trainbus.evaluation.prediction_columns import make_columns
 from trainbus.task import Task, TaskError
 from trainbus.trainer import checkpoint
@@ -48,8 +50,9 @@ PIECE_BYTES = 16 * 2**20
 def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return (metrics, artifacts) of the checkpoint in ``resume_folder``; every rank calls it.
 
-    The metrics are named ``<split>/<name>``: the exact means of ``task.metrics``, the metrics of ``task.kind`` and
-    those of ``task.summarize``. For tasks with ``predict`` rank 0 writes ``predictions.parquet``.
+    The metrics are named ``<split>/<name>``: the exact means of ``task.metrics``, the metrics of ``task.kind``, those
+    of ``task.summarize``, and ``latency_ms``, which alone differs from one evaluation to the next. For tasks with
+    ``predict`` rank 0 writes ``predictions.parquet``.
     """
     target = launch.spec.evaluate
     assert target is not None
@@ -84,16 +87,32 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
         found = world.broadcast_object(_summarize(task, path, score) if written and world.is_first else {})
     except PredictionsError as error:
         raise TaskError(f"{type(task).__name__}.predict(): {error}") from error
-    # The task's own name for a metric goes before the kind's.
-    metrics = {f"{target.split}/{name}": value for name, value in {**found, **means}.items()}
+    # The task's own name for a metric goes before the kind's, and before ours.
+    named = {**found, **means}
+    if LATENCY_MS not in named and (latency_ms := _measure_latency(launch, task, model, reader, world)) is not None:
+        named[LATENCY_MS] = latency_ms
+    metrics = {f"{target.split}/{name}": value for name, value in named.items()}
     return metrics, (PREDICTIONS_FILE,) if written else ()
+
+
+def _measure_latency(launch: Launch, task: Task, model: nn.Module, reader: SplitReader, world: World) -> float | None:
+    """Return rank 0's latency; None for a model in shards, which nothing serves as it lies here."""
+    if _is_sharded(launch, world):
+        return None
+    own = measure_latency_ms(task, model, reader, world.device) if world.is_first else None
+    latency_ms: float | None = world.broadcast_object(own)
+    return latency_ms
+
+
+def _is_sharded(launch: Launch, world: World) -> bool:
+    training = launch.spec.training
+    return world.size > 1 and training is not None and training.strategy in SHARDED
 
 
 def _load_model(launch: Launch, folder: Path, task: Task, world: World) -> nn.Module:
     """Return the model with the checkpoint's weights on the device; in shards where it was trained in shards."""
     load_artifacts(task, folder)
-    training = launch.spec.training
-    if world.size > 1 and training is not None and training.strategy in SHARDED:
+    if _is_sharded(launch, world):
         from trainbus.trainer.strategies.fsdp2 import shard_model
 
         find_weights = partial(checkpoint.find_weights, folder, averaged=True, require=find_ranges(launch, world.rank))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from contracts.metric_names import KIND_METRICS, find_unknown_metric
+from contracts.metric_names import KIND_METRICS, LATENCY_MS, find_unknown_metric
 from contracts.project_paths import find_import_folders
 
 
@@ -57,7 +57,7 @@ def _find_unknown_metric(task: Any, trained: Sequence[str], measured: Sequence[s
 
     own = type(task)
     validated = ["loss"] if own.metrics is Task.metrics else None
-    computed = KIND_METRICS.get(task.kind or "", ()) if own.summarize is Task.summarize else None
+    computed = (*KIND_METRICS.get(task.kind or "", ()), LATENCY_MS) if own.summarize is Task.summarize else None
     return find_unknown_metric(trained, measured, validated=validated, computed=computed)
 
 

@@ -10,13 +10,13 @@ from typing import Literal
 from contracts.events.model import ModelApproved
 from contracts.events.run import GateVerdict
 from contracts.formats import format_bytes
+from contracts.metric_names import LATENCY_MS
 from contracts.spec.gates import ModelGates, SliceGate
 from contracts.spec.training import Evaluation
 from services.evaluation.core.comparison import PredictionComparison, SliceResult
 
 #: Two numbers this close, relative to the larger, are taken for equal: 0.3 - 0.2 is not quite 0.1.
 TOLERANCE = 1e-9
-LATENCY = "latency_ms"
 MAX_NAMED_SLICES = 3
 
 
@@ -133,7 +133,7 @@ def _judge_all(criteria: Criteria, evidence: Evidence) -> Iterator[GateVerdict]:
     for column, limit in criteria.gates.slices.items():
         yield _judge_slices(column, limit, evidence)
     if criteria.gates.max_latency_ms is not None:
-        latency = metric_value(evidence.candidate, LATENCY)
+        latency = metric_value(evidence.candidate, LATENCY_MS)
         yield _judge_ceiling(
             "latency", latency, criteria.gates.max_latency_ms, lambda ms: f"{ms:.4g} ms", "the evaluation measured none"
         )

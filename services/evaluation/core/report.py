@@ -10,6 +10,7 @@ from typing import Any
 
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.formats import format_bytes
+from contracts.metric_names import LATENCY_MS, strip_split
 from services.evaluation.core.comparison import (
     MAX_CLASSES,
     Confusion,
@@ -69,8 +70,9 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Every metric, the one that decides first."""
-        names = sorted({*self.candidate, *self.champion})
+        """Every metric, the one that decides first. The latency is a part of what the models take."""
+        measured = sorted({*self.candidate, *self.champion})
+        names = [name for name in measured if strip_split(name) != LATENCY_MS or name == self.gate_metric]
         return sorted(names, key=lambda name: name != self.gate_metric)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from contracts.spec.base import Metric, SpecPart
 from contracts.spec.data import Bounds
@@ -36,9 +36,10 @@ class ModelGates(SpecPart):
     threshold: float | None = Field(None, allow_inf_nan=False)
     #: How much better than the champion the candidate must be in that metric.
     min_improvement: float | None = Field(None, allow_inf_nan=False)
-    #: How sure the improvement must be: the lower end of a one-sided paired bootstrap interval at this level must reach
-    #: ``min_improvement``. None: the measured difference alone counts.
-    confidence: float | None = Field(None, gt=0.5, lt=1)
+    #: How sure the improvement must be, above 0.5: the lower end of a one-sided paired bootstrap interval at this level
+    #: must reach ``min_improvement``. 0: the measured difference alone counts. None: 0.95 where the predictions of both
+    #: models give pairs of the metric, else as 0.
+    confidence: float | None = Field(None, lt=1)
     #: Limits of other metrics of the evaluation, by name.
     bounds: dict[Metric, Bounds] = Field(default_factory=dict, max_length=50)
     #: Limits of slices, by the metadata column that they are cut by.
@@ -53,3 +54,10 @@ class ModelGates(SpecPart):
     reproduced: bool = False
     #: Whether a person must approve (``trainbus models approve``).
     approval: bool = False
+
+    @field_validator("confidence")
+    @classmethod
+    def _is_off_or_above_chance(cls, confidence: float | None) -> float | None:
+        if confidence is not None and confidence != 0 and not confidence > 0.5:
+            raise ValueError("confidence must be above 0.5, or 0 for none")
+        return confidence

@@ -21,6 +21,7 @@ CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = 
         [],
         ModelGates(exact=True, slices={"class": SliceGate(max_regression=0.02)}),
     ),
+    "off": (ModelGates(), ["confidence=0"], [], ModelGates(confidence=0)),
     "unset": (ModelGates(exact=True, confidence=0.9), [], ["confidence"], ModelGates(exact=True)),
     "unset the last of a table": (
         ModelGates(slices={"class": SliceGate(max_regression=0.02)}),
@@ -30,6 +31,7 @@ CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = 
     ),
     "unknown": (ModelGates(), ["confidense=0.9"], [], "confidense"),
     "out of range": (ModelGates(), ["confidence=1.5"], [], "confidence"),
+    "below chance": (ModelGates(), ["confidence=0.3"], [], "above 0.5, or 0 for none"),
     "no limit": (ModelGates(), ["slices.class.min_samples=5"], [], "max_regression or min_score"),
     "through a number": (ModelGates(threshold=1), ["threshold.x=1"], [], "no table"),
     "no file": (ModelGates(), ["none.toml"], [], "none.toml: No such file"),

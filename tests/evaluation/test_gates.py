@@ -71,6 +71,9 @@ PAIRED: dict[str, tuple[dict[str, Any], set[int], set[int], bool, str]] = {
         True,
         "better by at least",
     ),
+    "sure, though nobody asked": ({}, set(range(10)), set(range(40)), True, "better by at least"),
+    "noise, though nobody asked": ({}, {1, 2, 3}, {4, 5, 6, 7}, False, "`trainbus models gates MODEL --set conf"),
+    "noise, and nobody minds": ({"confidence": 0}, {1, 2, 3}, {4, 5, 6, 7}, True, "0.9925 against the champion's"),
     "few, all of one sign": ({"confidence": 0.95}, {1}, {1, 2, 3, 4, 5}, False, "chance of 0.0"),
     "a slice worse": (
         {"slices": {"class": {"max_regression": 0.05}}},
@@ -109,6 +112,8 @@ SINGLE: dict[str, tuple[dict[str, Any], bool, str]] = {
     "too slow": ({"max_latency_ms": 4}, False, "the latency of 5 ms is above 4 ms"),
     "too large": ({"max_size_bytes": 999}, False, "the size of 1000 B is above 999 B"),
     "exact": ({"exact": True}, True, ""),
+    "nothing to be sure by": ({}, True, "better, but how sure that is cannot be said: its evaluation kept no"),
+    "nothing to be sure by, and nobody minds": ({"confidence": 0}, True, "(rc): better"),
     "no predictions to be sure by": ({"confidence": 0.9}, False, "kept no predictions.parquet"),
     "not approved yet": ({"approval": True}, False, "a person must approve it"),
     "not reproduced yet": ({"reproduced": True, "approval": True}, False, "no second training"),
@@ -160,7 +165,10 @@ def test_a_metric_that_is_no_mean_of_scores_gives_no_sure_improvement(tmp_path: 
     own, other = (write_predictions(tmp_path / f"{name}.parquet", {1}) for name in "ab")
     found = compare_predictions(own, other, 0.7, "max", 0.95, seed=1)
     assert not found.is_of_metric
-    assert "no mean over samples" in judged(ModelGates(confidence=0.95), found, 1, 40).reason
+    asked, unasked = (judged(gates, found, 1, 40) for gates in (ModelGates(confidence=0.95), ModelGates()))
+    assert (asked.promote, unasked.promote) == (False, True)
+    assert "no mean over samples" in asked.reason
+    assert "no mean over samples" in unasked.reason
 
 
 def test_worst_regressions_come_first_and_are_bounded(tmp_path: Path) -> None:

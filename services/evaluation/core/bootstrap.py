@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[Any]
 
-#: Confidence of the intervals that a report shows where the model's gates name none.
+#: Confidence of the gate and of the intervals that a report shows, where the model's gates name none.
 DEFAULT_CONFIDENCE = 0.95
 RESAMPLES = 4000
 #: Differences with at most so many distinct values are resampled by their counts, whatever the number of samples.

@@ -13,6 +13,7 @@ from contracts.formats import format_bytes
 from contracts.metric_names import LATENCY_MS
 from contracts.spec.gates import ModelGates, SliceGate
 from contracts.spec.training import Evaluation
+from services.evaluation.core.bootstrap import DEFAULT_CONFIDENCE, PairedDifference
 from services.evaluation.core.comparison import PredictionComparison, SliceResult
 
 #: Two numbers this close, relative to the larger, are taken for equal: 0.3 - 0.2 is not quite 0.1.
@@ -36,6 +37,11 @@ class Criteria:
         return self.evaluation.min_improvement if self.gates.min_improvement is None else self.gates.min_improvement
 
     @property
+    def confidence(self) -> float:
+        """How sure an improvement must be where pairs can show it; 0: the measured difference alone counts."""
+        return DEFAULT_CONFIDENCE if self.gates.confidence is None else self.gates.confidence
+
+    @property
     def sign(self) -> int:
         """1 where more of the metric is better, -1 where less is."""
         return 1 if self.evaluation.mode == "max" else -1
@@ -44,7 +50,7 @@ class Criteria:
     def needs_pairs(self) -> bool:
         """Whether both models' predictions on the same samples are needed."""
         regressions = any(each.max_regression is not None for each in self.gates.slices.values())
-        return self.gates.confidence is not None or regressions
+        return bool(self.gates.confidence) or regressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,43 +188,63 @@ def _judge_improvement(criteria: Criteria, evidence: Evidence, value: float) -> 
     if improvement < least - slack or (least >= 0 and improvement <= slack):
         asked = f"at least {_n(least)} better" if least else "better"
         words, passed = f"{compared}: not {asked}", False
-    elif criteria.gates.confidence is None:
-        words, passed = f"{compared}: {'better' if improvement > slack else 'no worse than allowed'}", True
     else:
-        words, passed = _judge_confidence(criteria, evidence, compared, improvement)
+        point = f"{compared}: {'better' if improvement > slack else 'no worse than allowed'}"
+        problem = _find_no_pairs(criteria, evidence) if criteria.confidence else ""
+        if not criteria.confidence:
+            words, passed = point, True
+        elif paired and not problem:
+            words, passed = _judge_confidence(criteria, paired, compared, improvement)
+        else:
+            is_asked = criteria.gates.confidence is not None
+            words, passed = f"{point}, but how sure that is cannot be said: {problem}", not is_asked
     return GateVerdict(name=gate, passed=passed, value=improvement, limit=least, interval=interval, words=words)
 
 
-def _judge_confidence(criteria: Criteria, evidence: Evidence, compared: str, improvement: float) -> tuple[str, bool]:
+def _find_no_pairs(criteria: Criteria, evidence: Evidence) -> str:
+    """Return why the predictions give no pairs of the metric; '' if they do."""
+    found = evidence.predictions
+    if found is None:
+        return "its evaluation kept no predictions.parquet"
+    if found.difference is None or found.problem:
+        return found.problem or "the predictions give no pairs"
+    if not found.is_of_metric:
+        return (
+            f"the scores of its predictions are not of {criteria.evaluation.metric!r}, which is no mean over samples: "
+            "set evaluation.metric to one that is"
+        )
+    return ""
+
+
+def _judge_confidence(
+    criteria: Criteria, paired: PairedDifference, compared: str, improvement: float
+) -> tuple[str, bool]:
     """Return in words whether the improvement is sure enough, and whether it is.
 
     The lower end of the paired bootstrap interval must reach the minimum. Where any improvement will do, it must also
     be unlikely between two equal models.
     """
-    level, least = criteria.gates.confidence or 0.0, criteria.min_improvement
-    found = evidence.predictions
-    problem = found.problem if found else "its evaluation kept no predictions.parquet"
-    if found and found.difference and not found.is_of_metric:
-        problem = (
-            f"the scores of its predictions are not of {criteria.evaluation.metric!r}, which is no mean over samples: "
-            "set evaluation.metric to one that is"
-        )
-    if found is None or found.difference is None or problem:
-        return f"{compared}, but how sure that is cannot be said: {problem or 'the predictions give no pairs'}", False
-    paired = found.difference
+    level, least = criteria.confidence, criteria.min_improvement
     samples = f"{paired.samples:,} paired samples"
     is_sure = paired.low > 0 if least == 0 else paired.low >= least
     if is_sure and least >= 0 and paired.p_value > 1 - level:
         words = f"equal models differ by as much with a chance of {paired.p_value:.2g}, more than {1 - level:.2g}"
-        return f"{compared}: {words} ({samples})", False
+        return f"{compared}: {words} ({samples}){_hint(criteria)}", False
     if is_sure:
         return f"{compared}: better by at least {_n(paired.low)} with {level:.4g} confidence ({samples})", True
     asked = f"at least {_n(least)} is asked" if least else "it must be above 0"
     return (
         f"{compared}: {_n(improvement)} better, but with {level:.4g} confidence only by {_n(paired.low)} or more, "
-        f"and {asked} ({samples})",
+        f"and {asked} ({samples}){_hint(criteria)}",
         False,
     )
+
+
+def _hint(criteria: Criteria) -> str:
+    """Return how to do without confidence, for those who have not asked for any."""
+    if criteria.gates.confidence is not None:
+        return ""
+    return "; `trainbus models gates MODEL --set confidence=0` lets the measured difference alone count"
 
 
 def _judge_bounds(metric: str, value: float | None, least: float | None, most: float | None) -> GateVerdict:

@@ -178,7 +178,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     threshold = f", at least {criteria.threshold:g}" if criteria.threshold is not None else ""
     if criteria.threshold is not None and wanted.mode == "min":
         threshold = f", at most {criteria.threshold:g}"
-    sure = f" with {criteria.gates.confidence:g} confidence" if criteria.gates.confidence else ""
+    sure = f" with {criteria.confidence:g} confidence" if criteria.confidence and comparison.interval else ""
     return [
         ("Verdict", comparison.headline),
         ("Reason", comparison.verdict.reason),

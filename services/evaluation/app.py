@@ -42,12 +42,12 @@ from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
     ConcludeCandidate,
     JudgeCandidate,
+    JudgedGates,
     RequestEvaluation,
     Step,
     UnmeasurableError,
     conclude_candidate,
     evaluation_request,
-    has_recorded_verdict,
     next_steps,
     next_version,
     run_promoted,
@@ -89,6 +89,8 @@ class Evaluator:
         self._evidence = EvidenceReader(bus, objects)
         self._state = State()
         self._folded_up_to = 0
+        #: Open candidates that were judged again since their report; the log has the verdicts of the report alone.
+        self._judged: dict[str, JudgedGates] = {}
         self._lock = asyncio.Lock()
 
     # -- what has ended -----------------------------------------------------
@@ -116,6 +118,7 @@ class Evaluator:
             # Who waits for somebody is judged again once another one is promoted.
             while promotions != (promotions := self._count_promotions()):
                 failures = await self._settle_each()
+            self._judged = {run_id: each for run_id, each in self._judged.items() if run_id in self._state.open}
             open_ = [candidate for candidate in self._state.open.values() if candidate.completed]
             metrics.OPEN.set(sum(not each.awaited for each in open_))
             metrics.AWAITING.set(sum(bool(each.awaited) for each in open_))
@@ -208,13 +211,18 @@ class Evaluator:
         if candidate.evaluated is None:
             await self._report(step, candidate)
             return True
-        if has_recorded_verdict(step, candidate):
+        recorded = candidate.evaluated
+        reported = JudgedGates(recorded.gates, recorded.champion_version, recorded.configuration)
+        known = (reported, self._judged.get(candidate.run_id, reported))
+        if (standing := next((each for each in known if each.stand_for(step)), None)) is not None:
             people = await self._evidence.read_people(self._state, step, candidate)
-            verdict = renew_pending(candidate.evaluated.gates, step.criteria, people)
+            verdict = renew_pending(standing.gates, step.criteria, people)
         else:
-            # The champion or the gates are others than those of the report.
+            # The champion or the gates have changed. A candidate that waits is judged by them once, not in every sweep.
             findings = await self._evidence.read_all(self._state, step, candidate)
             verdict = judge(step.criteria, findings.evidence)
+            champion_version = step.champion.version if step.champion else None
+            self._judged[candidate.run_id] = JudgedGates(verdict.gates, champion_version, step.configuration)
         conclusion = conclude_candidate(step, candidate, verdict)
         if conclusion is None:
             return False

@@ -616,6 +616,39 @@ async def test_who_waits_is_judged_again_when_the_champion_or_the_gates_change(r
     assert (await rig.champions())[-1] == (3, "rd")
 
 
+async def test_who_waits_is_judged_from_the_files_once_for_each_change(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    get = rig.objects.get
+
+    async def counted(uri: str, *args: Any, **fields: Any) -> bytes:
+        reads.append(uri.rpartition("/")[2])
+        return await get(uri, *args, **fields)
+
+    async def read_by_sweeps() -> list[str]:
+        """Return what the change before and three sweeps after it have read."""
+        for _ in range(3):
+            await rig.evaluator.settle_all()
+        found = [name for name in reads if name == PREDICTIONS_FILE]
+        reads.clear()
+        return found
+
+    monkeypatch.setattr(rig.objects, "get", counted)
+    for run_id, wrong in (("ra", 80), ("rb", 40)):
+        await configured(rig, f"c-{run_id}", approval=run_id == "rb")
+        await rig.evaluator.on_run_ended(await rig.trained(run_id))
+        artifacts = (await rig.predictions(run_id, range(wrong)),)
+        accuracy = 1 - wrong / 400
+        await rig.evaluator.on_run_ended(await rig.measured(evaluation_id(run_id), accuracy, artifacts=artifacts))
+    assert await read_by_sweeps() == [PREDICTIONS_FILE] * 3, "those of the first alone, then of both"
+    await configured(rig, "c1", approval=True, threshold=0.5)
+    assert await read_by_sweeps() == [PREDICTIONS_FILE] * 2
+    rig.restarted()
+    assert await read_by_sweeps() == [PREDICTIONS_FILE] * 2, "a new process has to read them once"
+    assert len(await rig.facts("run.rb.promotion_pending")) == 1
+
+
 async def test_a_confident_gate_measures_a_champion_without_predictions_again(rig: Rig) -> None:
     await rig.through("ra", 0.9)
     await configured(rig, "c1", confidence=0.95)

@@ -15,7 +15,7 @@ from contracts import subjects
 from contracts.base import run_id_for
 from contracts.best_checkpoint import find_judged, ranking_metrics
 from contracts.events.model import ModelPromoted
-from contracts.events.run import Artifact, RunNotPromoted, RunPromoted, RunPromotionPending
+from contracts.events.run import Artifact, GateVerdict, RunNotPromoted, RunPromoted, RunPromotionPending
 from contracts.events.train import TrainRequested
 from contracts.predictions import PREDICTIONS_FILE
 from contracts.problems import describe_problems, join_problems
@@ -80,6 +80,23 @@ class ConcludeCandidate:
 
 
 Step = RequestEvaluation | JudgeCandidate | ConcludeCandidate
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGates:
+    """The gates' verdicts about a candidate, and what they were given against."""
+
+    gates: tuple[GateVerdict, ...]
+    champion_version: int | None
+    configuration: int
+
+    def stand_for(self, step: JudgeCandidate) -> bool:
+        """Return whether the champion and the gates are still those of the verdicts."""
+        champion_version = step.champion.version if step.champion else None
+        return bool(self.gates) and (self.champion_version, self.configuration) == (
+            champion_version,
+            step.configuration,
+        )
 
 
 class UnmeasurableError(Exception):
@@ -168,17 +185,6 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
             champion_outcome,
         )
     ]
-
-
-def has_recorded_verdict(step: JudgeCandidate, candidate: Candidate) -> bool:
-    """Return whether ``evaluated`` holds the gates' verdicts against this champion, under this configuration."""
-    recorded = candidate.evaluated
-    return (
-        recorded is not None
-        and bool(recorded.gates)
-        and recorded.configuration == step.configuration
-        and recorded.champion_version == (step.champion.version if step.champion else None)
-    )
 
 
 def conclude_candidate(step: JudgeCandidate, candidate: Candidate, verdict: Verdict) -> ConcludeCandidate | None:

@@ -79,21 +79,26 @@ async def write_model_folder(source: ModelSource, manifest: VerifiedManifest, sp
     """
     parts = folder / _PARTS
     wanted = [file for file in manifest.files if MODEL_FILES.fullmatch(file.path)]
-    paths = await asyncio.gather(*(_write_verified(source, manifest, file, parts) for file in wanted))
+    paths = await asyncio.gather(*(write_verified(source, manifest, file, parts) for file in wanted))
     try:
         await asyncio.to_thread(_merge_weights, paths, folder / WEIGHTS)
     except TensorFileError as error:
         raise ModelFolderError(f"{manifest.commit.checkpoint.uri}: {error}") from error
     artifacts = artifacts_of(manifest.files)
-    await asyncio.gather(*(_write_verified(source, manifest, file, folder) for file in artifacts.values()))
+    await asyncio.gather(*(write_verified(source, manifest, file, folder) for file in artifacts.values()))
     if spec.code is not None:
-        await _write_code(source, manifest.commit.run_id, spec.code, folder)
+        await write_code(source, manifest.commit.run_id, spec.code, folder)
     description = _describe(manifest, spec, json.loads((parts / "state.json").read_bytes())["about"])
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
     shutil.rmtree(parts)
 
 
-async def _write_verified(source: ModelSource, manifest: VerifiedManifest, file: CheckpointFile, folder: Path) -> Path:
+async def write_verified(source: ModelSource, manifest: VerifiedManifest, file: CheckpointFile, folder: Path) -> Path:
+    """Write a file of a checkpoint below a folder; return its path.
+
+    Raises:
+        ModelFolderError: it is not what was committed.
+    """
     path = folder / file.path
     if not is_inside(path, folder):
         raise ModelFolderError(f"{file.path!r} leaves the folder: this manifest was not written by trainbus")
@@ -129,7 +134,12 @@ def _merge_weights(paths: Sequence[Path], target: Path) -> None:
     write_tensors(merged, target)
 
 
-async def _write_code(source: ModelSource, run_id: str, code: Code, folder: Path) -> None:
+async def write_code(source: ModelSource, run_id: str, code: Code, folder: Path) -> None:
+    """Unpack the code package of a run into ``code`` below a folder.
+
+    Raises:
+        ModelFolderError: it is not what was submitted.
+    """
     package = folder / ".code.tar.gz"
     await source.write_code(run_id, code, package)
     await verify_hash(package, code.sha256, f"the code package of run {run_id}")

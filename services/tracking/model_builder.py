@@ -6,47 +6,31 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from contracts import subjects
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.manifest import artifacts_of
-from contracts.spec.run import Code, RunSpec
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
-from services.kit.chunks import restore_file
-from services.kit.kept_files import unpack_files
+from services.kit.checkpoint_source import StoreSource
+from services.kit.kept_model import NoMlflowModelError, write_kept_model
 from services.kit.model_folder import (
     MODEL_FILES,
     ModelFolderError,
     VerifiedManifest,
-    verify_hash,
     verify_manifest,
     write_model_folder,
 )
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
-from services.kit.store.files import is_inside
 from services.kit.store.objects import ObjectStore
 from services.tracking.core.fold import Run
-from services.tracking.model_files import find_mlflow_model, write_model_files
+from services.tracking.model_files import write_model_files
 from services.tracking.settings import TrackingSettings
 
 
 class ModelLeftOut(Exception):
     """The model's files are not put into MLflow; the text says why, and where they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSource:
-    """The files of a checkpoint, from the object store."""
-
-    objects: ObjectStore
-
-    async def write_file(self, file: CheckpointFile, target: Path) -> None:
-        await restore_file(self.objects, file, target)
-
-    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
-        await self.objects.download(code.uri, target)
 
 
 class ModelBuilder:
@@ -75,11 +59,13 @@ class ModelBuilder:
                     manifest = await self._read_manifest(objects, run.run_id, uri)
                     self._check_size(manifest, spec)
                     if spec.task is None:
-                        found = await self._write_kept(objects, manifest, folder)
+                        found = await write_kept_model(StoreSource(objects), manifest, folder)
                     else:
                         # The model's own artifacts are part of it; those of the run are on its page.
                         await write_model_folder(StoreSource(objects), manifest, spec, folder)
                         found = folder
+                except NoMlflowModelError as error:
+                    raise ModelLeftOut(str(error)) from error
                 except (ModelFolderError, ObjectNotFound, ObjectCorrupted) as error:
                     raise ModelLeftOut(f"the checkpoint is not whole: {error}") from error
             if spec.task is not None:
@@ -105,24 +91,6 @@ class ModelBuilder:
                 f"the model has {size_bytes:,} bytes, more than TRAINBUS_MODEL_MAX_BYTES "
                 f"({self._settings.model_max_bytes:,}): fetch it with `trainbus fetch {manifest.commit.run_id}`"
             )
-
-    async def _write_kept(self, objects: ObjectStore, manifest: VerifiedManifest, folder: Path) -> Path:
-        """Write what a script kept; return the MLflow model in it."""
-        for file in manifest.files:
-            path = folder / file.path
-            if not is_inside(path, folder):
-                raise ModelFolderError(f"{file.path!r} leaves the folder: this manifest was not written by trainbus")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            await restore_file(objects, file, path)
-            await verify_hash(path, file.sha256, file.path)
-        await asyncio.to_thread(unpack_files, folder)
-        found = find_mlflow_model(folder)
-        if found is None:
-            raise ModelLeftOut(
-                "the script kept no MLflow model: save one below TRAINBUS_OUTPUT_DIR, as in "
-                "mlflow.sklearn.save_model(model, trainbus.output_dir() / 'model')"
-            )
-        return found
 
 
 def _read_environment(run: Run) -> Mapping[str, str]:

@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from services.kit.kept_model import MLMODEL
 from services.kit.model_folder import CODE, DESCRIPTION
 
-MLMODEL = "MLmodel"
 DATA, PICKLED, PICKLE_MODULE_INFO = "data", "model.pth", "pickle_module_info.txt"
 PICKLE_MODULE, PYFUNC_MODULE = "trainbus.pickled_model", "trainbus.pyfunc_model"
 #: The layout of ``torch.save`` before it was a zip; every torch reads it.
@@ -117,9 +117,3 @@ def _write_environment(folder: Path, python_version: str, requirements: Sequence
     (folder / REQUIREMENTS).write_text("".join(f"{each}\n" for each in requirements))
     for name, content in ((CONDA_ENV, conda), (PYTHON_ENV, python)):
         write_yaml(str(folder), name, content, overwrite=True, sort_keys=False)
-
-
-def find_mlflow_model(folder: Path) -> Path | None:
-    """Return the MLflow model that a script kept: the folder nearest to the top that has an MLmodel."""
-    found = sorted(folder.rglob(MLMODEL), key=lambda path: (len(path.parts), path))
-    return found[0].parent if found else None

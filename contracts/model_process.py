@@ -3,14 +3,13 @@
 Serving listens on a Unix socket, starts the process with a ``ModelLaunch`` in TRAINBUS_MODEL_LAUNCH, and the process
 connects. Both send frames: the length of the header and of the body (``<II``), the header as JSON, the body.
 
-- ``ready`` (process -> serving): the model is loaded. ``failed``: it cannot be; ``error`` has the reason.
+- ``ready`` (process -> serving): the model is loaded. ``targets`` names the columns that a request need not have.
+  ``failed``: it cannot be; ``error`` has the reason.
 - ``predict`` (serving -> process): samples as ``Task.decode`` takes them, with an ``id``. The reply has the same one:
   ``answer`` with tensors, ``refused`` with the problems of the samples, or ``error`` with what the model raised.
 - ``started`` (process -> serving): the computation of a batch begins; ``ids`` are its requests. Each part of a batch
   that is divided after a failure has its own. So serving counts a timeout from the start of the work, and knows which
   requests were computed when a process ended.
-- ``find_labels`` (serving -> process): samples of the dataset. The reply ``labels`` names the columns of their rows
-  that only say what is true: a request need not have them.
 - ``ping`` (serving -> process): the reply is ``pong``, once the predictions before it are done.
 """
 
@@ -28,6 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MODEL_LAUNCH_VARIABLE = "TRAINBUS_MODEL_LAUNCH"
 MODEL_PROCESS_MODULE = "trainbus.model.process"
+#: Where the folder of a fetched model has an MLflow model; a folder without it has a Task's.
+MLFLOW_FOLDER = "mlflow"
+#: The input of an MLflow model that takes one tensor, or one column, without a name.
+UNNAMED_INPUT = "input"
 #: A sample of a dataset: its fields by extension.
 Sample = Mapping[str, bytes]
 #: Bytes of one element by the datatype's name in the Open Inference Protocol; BYTES has elements of any length.
@@ -136,11 +139,11 @@ def encode_frame(header: Mapping[str, Any], *body: bytes) -> bytes:
     return b"".join((_LENGTHS.pack(len(head), sum(map(len, body))), head, *body))
 
 
-def encode_predict(request_id: int, samples: Sequence[Sample], op: str = "predict") -> bytes:
-    """Return the frame that asks for a prediction, or for something else about samples."""
+def encode_predict(request_id: int, samples: Sequence[Sample]) -> bytes:
+    """Return the frame that asks for a prediction."""
     layout = [[[name, len(content)] for name, content in sample.items()] for sample in samples]
     contents = [content for sample in samples for content in sample.values()]
-    return encode_frame({"op": op, "id": request_id, "samples": layout}, *contents)
+    return encode_frame({"op": "predict", "id": request_id, "samples": layout}, *contents)
 
 
 def encode_started(request_ids: Sequence[int]) -> bytes:

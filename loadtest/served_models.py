@@ -162,10 +162,7 @@ class ModelStore:
     async def write_shared(self) -> None:
         """Write the dataset and the code."""
         await self._write_dataset()
-        package = _pack(self.kind.code)
-        uri = f"s3://{self.settings.bucket_code}/{sha256(package)}.tar.gz"
-        await self.objects.put(uri, package)
-        self._code = {"uri": uri, "sha256": sha256(package)}
+        self._code = await self.write_code(self.kind.code)
 
     async def _write_dataset(self) -> None:
         drawn = self.kind.draw(self.samples, 0)
@@ -226,8 +223,23 @@ class ModelStore:
             "state.json": json.dumps({"about": about}).encode(),
         }
         ref = await self._commit(run_id, files)
-        await self._evaluate(run_id)
+        await self.evaluate(run_id)
         return ref
+
+    async def keep(self, run_id: str, files: dict[str, bytes], code: dict[str, bytes] | None = None) -> CheckpointRef:
+        """Write what a script with this code that kept these files leaves; return the committed checkpoint."""
+        package = await self.write_code(code or {"train.py": b""})
+        fields = {"name": run_id, "model": self.model, "command": ["python", "train.py"], "code": package}
+        spec = RunSpec.model_validate(fields)
+        await self.bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+        return await self._commit(run_id, files)
+
+    async def write_code(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Store a code package; return what a request says of it."""
+        package = _pack(files)
+        uri = f"s3://{self.settings.bucket_code}/{sha256(package)}.tar.gz"
+        await self.objects.put(uri, package)
+        return {"uri": uri, "sha256": sha256(package)}
 
     async def _commit(self, run_id: str, files: dict[str, bytes]) -> CheckpointRef:
         listed = []
@@ -248,14 +260,16 @@ class ModelStore:
         await self.bus.publish(fact)
         return ref
 
-    async def _evaluate(self, run_id: str) -> None:
+    async def evaluate(self, run_id: str, **columns: Any) -> None:
+        """Write what an evaluation leaves; ``columns`` replace what a sound model predicts."""
         labels = [answer for _, answer in self.kind.draw(self.samples, 0)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / PREDICTIONS_FILE
             info = PredictionsInfo(dataset_id=self.dataset_id, classes=self.kind.classes, score_of="accuracy")
             with PredictionsWriter(path, info) as writer:
                 keys = [f"{number:06d}" for number in range(len(labels))]
-                writer.write({"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(labels)})
+                kept = {"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(labels)}
+                writer.write(kept | columns)
             content = path.read_bytes()
         uri = f"s3://{self.settings.bucket_models}/evaluations/{run_id}/{PREDICTIONS_FILE}"
         await self.objects.put(uri, content)

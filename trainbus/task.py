@@ -80,6 +80,13 @@ class Task:
     #:
     #:     kind = "classification"
     kind: Literal["classification", "regression", "ranking", "language-modelling"] | None = None
+    #: The columns of a row that say what is true. A request to the served model, or to it in MLflow, need not have
+    #: them: ``decode`` then gets a value that the training data has there (its smallest number, or the first class),
+    #: which the answer must not depend on. Default: ``data.label_field`` of the run's request.
+    #: Example::
+    #:
+    #:     target = "species"
+    target: str | tuple[str, ...] = ()
 
     def model(self) -> nn.Module:
         """Return a fresh model. Called once in a process, on every rank with the same seed.
@@ -317,8 +324,8 @@ class Task:
         """Return what a served model answers for a batch of n samples, by name; None (default): what ``predict`` gives.
 
         Called for each batch of requests, without gradients. Each value is a tensor whose first dimension is n, or a
-        list of n texts. The samples have the fields of the request; one without a label gets class 0, which the answer
-        must not depend on.
+        list of n texts. The samples have the fields of the request; one without a label gets class 0, and a value in
+        each column of ``target``, which the answer must not depend on.
 
         Example::
 

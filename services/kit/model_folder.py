@@ -159,6 +159,7 @@ def _describe(manifest: VerifiedManifest, spec: RunSpec, about: Mapping[str, Any
         "params": about.get("params", spec.params),
         "classes": about.get("classes", []),
         "statistics": about.get("statistics", {}),
+        "target": getattr(spec.data, "label_field", None),
         "run_id": commit.run_id,
         "name": spec.name,
         "step": ref.step,

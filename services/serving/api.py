@@ -240,6 +240,7 @@ def describe_served(model: ServedModel) -> dict[str, Any]:
         tally = primary.tally
         described |= {
             "ready": primary.host.process is not None,
+            "golden_samples": primary.golden_samples,
             "answered": tally.answered,
             "errors": tally.errors,
             "refused": tally.refused,

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from contracts import subjects
 from contracts.datasets import Manifest, dataset_uri, shard_uri
 from contracts.events.model import ModelPromoted
 from contracts.events.run import Artifact, RunCompleted, RunEvaluated
-from contracts.predictions import ID, PREDICTION, PREDICTIONS_FILE, Predictions, PredictionsError
+from contracts.predictions import ID, PREDICTIONS_FILE, SCORE, TARGET, Predictions, PredictionsError
 from contracts.shard_index import decode
 from services.kit.bus import Bus
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
@@ -41,7 +41,7 @@ class GoldenSamples:
         self._folder = folder
 
     async def read(self, promotion: ModelPromoted) -> GoldenSet:
-        """Return the golden set of a promotion; without predictions where no evaluation kept any."""
+        """Return the golden set of a promotion; it expects nothing where no evaluation kept predictions."""
         if promotion.dataset_id is None or not self._count:
             return GoldenSet()
         name = hashlib.sha256(f"{promotion.checkpoint_uri} {promotion.dataset_id} {self._count}".encode()).hexdigest()
@@ -49,14 +49,13 @@ class GoldenSamples:
         if (kept := await asyncio.to_thread(_read_kept, path)) is not None:
             return kept
         try:
-            samples, predictions = await asyncio.gather(
-                self._read_samples(promotion.dataset_id), self._read_predictions(promotion)
-            )
+            samples = await self._read_samples(promotion.dataset_id)
+            expected = await self._read_expected(promotion, samples)
         except (ObjectNotFound, ObjectCorrupted, ValueError) as error:
             log.warning("golden set left out", model=promotion.model, version=promotion.version, error=str(error))
             return GoldenSet()
-        golden = GoldenSet(samples, {key: value for key, value in predictions.items() if key in samples})
-        if golden.predictions:
+        golden = GoldenSet(samples, expected)
+        if expected:
             await asyncio.to_thread(_write_kept, path, golden)
         return golden
 
@@ -79,14 +78,14 @@ class GoldenSamples:
             for key, fields in places.items()
         }
 
-    async def _read_predictions(self, promotion: ModelPromoted) -> Mapping[str, Any]:
+    async def _read_expected(self, promotion: ModelPromoted, keys: Collection[str]) -> dict[str, dict[str, Any]]:
         artifact = await self._find_predictions(promotion)
         if artifact is None:
             return {}
         if (await self._objects.head(artifact.uri)).size_bytes > MAX_PREDICTIONS_BYTES:
             log.warning("predictions are too large to be compared", uri=artifact.uri)
             return {}
-        return await asyncio.to_thread(_parse_predictions, await self._objects.get(artifact.uri))
+        return await asyncio.to_thread(_parse_predictions, await self._objects.get(artifact.uri), keys)
 
     async def _find_predictions(self, promotion: ModelPromoted) -> Artifact | None:
         """Return the artifact of the run that evaluated the promoted checkpoint."""
@@ -107,7 +106,7 @@ def _write_kept(path: Path, golden: GoldenSet) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"samples": samples, "predictions": dict(golden.predictions)}))
+    partial.write_text(json.dumps({"samples": samples, "expected": dict(golden.expected)}))
     partial.replace(path)
     for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MAX_KEPT]:
         old.unlink(missing_ok=True)
@@ -120,18 +119,17 @@ def _read_kept(path: Path) -> GoldenSet | None:
             key: {name: base64.b64decode(text) for name, text in sample.items()}
             for key, sample in content["samples"].items()
         }
-        return GoldenSet(samples, content["predictions"])
+        return GoldenSet(samples, content["expected"])
     except (OSError, ValueError, KeyError, AttributeError):
         return None
 
 
-def _parse_predictions(content: bytes) -> dict[str, Any]:
-    """Return prediction by key; the class's name where predictions are classes and have names."""
+def _parse_predictions(content: bytes, keys: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return by key what the evaluation kept of these samples; what is true is no answer."""
     try:
         predictions = Predictions(content)
-        if PREDICTION not in predictions.columns:
-            return {}
-        columns = predictions.table([ID, PREDICTION]).to_pydict()
+        names = [name for name in predictions.columns if name not in (TARGET, SCORE)]
+        rows = [row for batch in predictions.batches(names) for row in batch.to_pylist() if row[ID] in keys]
     except PredictionsError as error:
         raise ValueError(str(error)) from error
-    return dict(zip(columns[ID], columns[PREDICTION], strict=True))
+    return {row.pop(ID): row for row in rows}

@@ -13,19 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contracts import subjects
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
-from contracts.spec.run import Code, RunSpec
+from contracts.model_process import MLFLOW_FOLDER
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
-from services.kit.chunks import restore_file
-from services.kit.model_folder import ModelFolderError, verify_manifest, write_model_folder
+from services.kit.checkpoint_source import StoreSource
+from services.kit.kept_model import write_kept_model
+from services.kit.model_folder import (
+    ModelFolderError,
+    VerifiedManifest,
+    verify_manifest,
+    write_code,
+    write_model_folder,
+)
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 
 #: The hash of each file of a kept folder.
 HASHES = "hashes.json"
+#: Where the files that a script kept lie while the MLflow model is looked for among them.
+KEPT = ".kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,11 @@ class FetchedModel:
     folder: Path
     spec: RunSpec
     digest: str
+
+    @property
+    def mlflow_folder(self) -> Path | None:
+        """Where the MLflow model of a script is; None for the model of a Task."""
+        return self.folder / MLFLOW_FOLDER if self.spec.task is None else None
 
 
 class ModelSource:
@@ -57,11 +72,6 @@ class ModelSource:
                 f"the log has no commit of {promotion.checkpoint_uri} by run {promotion.run_id}: promote another run"
             )
         spec: RunSpec = accepted.event.spec
-        if spec.task is None:
-            raise ModelFolderError(
-                f"run {promotion.run_id} is a script: serving runs models of a Task (docs/serving.md); "
-                f"`trainbus fetch {promotion.run_id}` brings what it kept"
-            )
         name = (commit.manifest_sha256 or commit.state_digest or "")[:16]
         folder = self._folder / promotion.model / (name or f"{commit.run_id}-{commit.checkpoint.step}")
         if not await asyncio.to_thread(_is_intact, folder):
@@ -81,29 +91,29 @@ class ModelSource:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir(parents=True)
         manifest = verify_manifest(commit, await self._objects.get(commit.checkpoint.uri))
-        await write_model_folder(_Checkpoint(self._objects), manifest, spec, partial)
+        if spec.task is None:
+            await self._write_mlflow_model(manifest, spec, partial)
+        else:
+            await write_model_folder(StoreSource(self._objects), manifest, spec, partial)
         await asyncio.to_thread(_write_hashes, partial)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         partial.replace(folder)
+
+    async def _write_mlflow_model(self, manifest: VerifiedManifest, spec: RunSpec, folder: Path) -> None:
+        """Write the MLflow model that a script kept, and the script's code, which the model may import."""
+        kept, source = folder / KEPT, StoreSource(self._objects)
+        kept.mkdir()
+        found = await write_kept_model(source, manifest, kept)
+        found.rename(folder / MLFLOW_FOLDER)
+        await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+        if spec.code is not None:
+            await write_code(source, manifest.commit.run_id, spec.code, folder)
 
     async def remove_others(self, model: str, kept: set[Path]) -> None:
         """Remove the folders of a model that are not in ``kept``."""
         for folder in (self._folder / model).glob("[!.]*/"):
             if folder not in kept:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """The files of a checkpoint in the object store."""
-
-    objects: ObjectStore
-
-    async def write_file(self, file: CheckpointFile, target: Path) -> None:
-        await restore_file(self.objects, file, target)
-
-    async def write_code(self, run_id: str, code: Code, target: Path) -> None:
-        await self.objects.download(code.uri, target)
 
 
 def _write_hashes(folder: Path) -> None:

@@ -98,6 +98,8 @@ class ModelProcess(asyncio.Protocol):
         self._limits = limits
         self.pid = 0
         self.classes: tuple[str, ...] = ()
+        #: Columns of a row that a request need not have.
+        self.targets: tuple[str, ...] = ()
         self.ended = asyncio.Event()
         self.reason = "it has ended"
         self._frames = FrameReader()
@@ -175,6 +177,7 @@ class ModelProcess(asyncio.Protocol):
         if frame.op != "ready":
             raise LoadError(str(frame.header.get("error", "it cannot be loaded")))
         self.classes = tuple(frame.header.get("classes", ()))
+        self.targets = tuple(frame.header.get("targets", ()))
 
     @property
     def is_alive(self) -> bool:
@@ -236,16 +239,6 @@ class ModelProcess(asyncio.Protocol):
                 raise RequestRefused([to_problem(each, labels) for each in frame.header["problems"]], 422)
             case _:
                 raise ModelError(str(frame.header.get("error", "the model failed")))
-
-    async def find_labels(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """Return the columns of these samples that a request need not have.
-
-        Raises:
-            ProcessError: see ``compute``.
-        """
-        request_id = next(self._ids)
-        reply = await self._compute(request_id, encode_predict(request_id, samples, "find_labels"))
-        return tuple(reply.frame.header.get("names", ()))
 
     async def ping(self, timeout_s: float) -> None:
         """Wait until the process replies. One that is late goes on: it may only be busy.

@@ -162,8 +162,12 @@ class ModelHost:
 class ServedVersion:
     """A promotion that is served: a host, which it may share with another promotion of the same checkpoint."""
 
-    def __init__(self, promotion: ModelPromoted, host: ModelHost, signature: Signature) -> None:
+    def __init__(
+        self, promotion: ModelPromoted, host: ModelHost, signature: Signature, golden_samples: int = 0
+    ) -> None:
         self.promotion, self.host, self.signature = promotion, host, signature
+        #: Samples of the evaluation that it answered as there before it took over.
+        self.golden_samples = golden_samples
         self.tally = RequestTally()
         self._crashes_before = host.crashes
 

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import structlog
 
 from contracts.events.model import ModelPromoted
 from contracts.model_process import Sample, Tensor
 from services.kit.model_folder import ModelFolderError
 from services.kit.warm_server import WarmServer
 from services.serving import priority
-from services.serving.core.golden import GoldenSet, explain_mismatches, find_mismatches
+from services.serving.core.golden import GoldenSet, compare_answers, explain_mismatches
 from services.serving.core.problems import RequestRefused
-from services.serving.core.signature import LABEL_FIELD, Signature, infer_inputs, infer_outputs, without_labels
+from services.serving.core.rows import outputs_to_rows, rows_to_samples, samples_to_rows
+from services.serving.core.signature import (
+    LABEL_FIELD,
+    Signature,
+    infer_inputs,
+    infer_outputs,
+    takes_samples,
+    without_labels,
+)
 from services.serving.golden_samples import GoldenSamples
-from services.serving.model_source import ModelSource
+from services.serving.mlflow_model import read_mlflow_model
+from services.serving.model_source import FetchedModel, ModelSource
 from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
 from services.serving.settings import ServingSettings
 from services.serving.version import ModelArtifact, ModelHost, ServedVersion
+
+log = structlog.get_logger(__name__)
 
 #: Predictions before memory is measured; those after it, at least and at most, and the seconds that they may take.
 FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 8, 50
 WARM_UP_S, MAX_WARM_UP_S = 0.15, 5.0
 #: Growth between them that is a leak.
 WARM_UP_GROWTH_BYTES = 64 * 2**20
-#: Samples by which columns are examined for being labels.
-LABEL_SAMPLES = 8
 #: Seconds that a deployment waits for a warm server that is starting.
 WARM_SERVER_PATIENCE_S = 20.0
 
@@ -61,8 +72,7 @@ class VersionStart:
             fetched, golden = await asyncio.gather(self.source.fetch(promotion), self.golden.read(promotion))
         except ModelFolderError as error:
             raise StageError("fetch", str(error)) from error
-        samples = {key: _without_label(sample) for key, sample in golden.samples.items()}
-        signature = infer_inputs(list(samples.values()))
+        signature, samples = await asyncio.to_thread(_read_inputs, fetched, golden)
         if await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S) and self.warm_server.pid is not None:
             # It does nothing but fork, which takes it a while and pages of memory.
             priority.set_niceness(self.warm_server.pid, priority.LOADING)
@@ -75,27 +85,19 @@ class VersionStart:
         except LoadError as error:
             raise StageError("start", str(error)) from error
         try:
-            outputs = await self._warm_up(host, list(samples.values()))
-            signature = await self._find_labels(host, signature, list(samples.values()))
-            compared = self._compare(golden, list(samples), outputs)
+            if host.process is not None:
+                signature = without_labels(signature, host.process.targets)
+            outputs = await self._warm_up(host, list(samples.values()), signature)
+            compared = self._compare(promotion, golden, list(samples), outputs)
         except BaseException:
             await host.stop()
             raise
         host.take_up()
-        version = ServedVersion(promotion, host, replace(signature, outputs=infer_outputs(outputs)))
-        return version, compared
+        signature = replace(signature, outputs=infer_outputs(outputs) or signature.outputs)
+        return ServedVersion(promotion, host, signature, compared), compared
 
-    async def _find_labels(self, host: ModelHost, signature: Signature, samples: list[Sample]) -> Signature:
-        """Return the signature without the columns that only say what is true."""
-        if not signature.is_table or host.process is None:
-            return signature
-        try:
-            return without_labels(signature, await host.process.find_labels(samples[:LABEL_SAMPLES]))
-        except ProcessError as error:
-            raise StageError("warm-up", f"its process did not answer: {error}") from error
-
-    async def _warm_up(self, host: ModelHost, samples: list[Sample]) -> tuple[Tensor, ...]:
-        """Predict the samples until the first slow calls are over; return the outputs for all of them."""
+    async def _warm_up(self, host: ModelHost, samples: list[Sample], signature: Signature) -> tuple[Tensor, ...]:
+        """Predict the samples, as clients send them, until the first slow calls are over; return their outputs."""
         process = host.process
         try:
             if process is None:
@@ -103,8 +105,9 @@ class VersionStart:
             await process.ping(self.settings.serving_timeout_s)
             if not samples:
                 return ()
-            outputs = await process.predict(samples)
-            grown, rounds = await _measure_growth(process, samples)
+            requests = rows_to_samples(samples_to_rows(samples, signature), signature)
+            outputs = await process.predict(requests)
+            grown, rounds = await _measure_growth(process, requests)
         except RequestRefused as error:
             raise StageError("warm-up", f"it does not take samples of its own dataset: {error}") from error
         except ModelError as error:
@@ -115,13 +118,32 @@ class VersionStart:
             raise StageError("warm-up", f"it leaks: {grown / 2**20:.0f} MiB more after {rounds} predictions")
         return outputs
 
-    def _compare(self, golden: GoldenSet, keys: list[str], outputs: tuple[Tensor, ...]) -> int:
+    def _compare(
+        self, promotion: ModelPromoted, golden: GoldenSet, keys: list[str], outputs: tuple[Tensor, ...]
+    ) -> int:
         """Compare with the evaluation; return how many samples were compared."""
         tolerance = self.settings.serving_golden_tolerance
-        mismatches = find_mismatches(keys, golden.predictions, outputs, tolerance)
-        if mismatches:
-            raise StageError("golden", explain_mismatches(mismatches, len(golden.predictions)))
-        return len(golden.predictions)
+        comparison = compare_answers(keys, golden.expected, outputs_to_rows(outputs), outputs, tolerance)
+        if comparison.mismatches:
+            raise StageError("golden", explain_mismatches(comparison))
+        if not comparison.samples:
+            names = ", ".join(each.name for each in outputs) or "none"
+            reason = f"no evaluation kept what it answers ({names})" if golden.samples else "no samples are there"
+            log.warning("no golden sample compared", model=promotion.model, version=promotion.version, reason=reason)
+        return comparison.samples
+
+
+def _read_inputs(fetched: FetchedModel, golden: GoldenSet) -> tuple[Signature, Mapping[str, Sample]]:
+    """Return what a model takes, and samples for it by key.
+
+    An MLflow model has a signature. It gets its input example where it does not take the samples of the dataset.
+    """
+    if fetched.mlflow_folder is None:
+        return infer_inputs([_without_label(sample) for sample in golden.samples.values()]), golden.samples
+    signature, example = read_mlflow_model(fetched.mlflow_folder)
+    if golden.samples and takes_samples(signature, list(golden.samples.values())):
+        return signature, golden.samples
+    return signature, {f"example {number}": sample for number, sample in enumerate(example)}
 
 
 async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:

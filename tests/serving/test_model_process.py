@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import Any
 
 import pandas
@@ -10,14 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from contracts.datasets import FieldStatistics
 from contracts.model_process import FrameReader, Tensor, decode_answer, decode_predict, encode_answer, encode_predict
 from services.serving.core.problems import InputProblem
 from services.serving.core.rows import rows_to_samples, to_values
 from services.serving.core.signature import infer_inputs, without_labels
 from services.serving.process import to_problem
 from trainbus import Task
-from trainbus.model.process import InputError, Predictor
+from trainbus.model.predictor import InputError
 from trainbus.model.pyfunc import PyfuncModel
+from trainbus.model.targets import fill_targets
+from trainbus.model.task_predictor import TaskPredictor
 from trainbus.task import TaskError
 
 
@@ -25,6 +29,8 @@ class Wine(Task):
     """A row with its target in it, as rows usually have it."""
 
     classes = ("red", "white")
+    statistics = MappingProxyType({"target": FieldStatistics(count=3, mean=0.5, std=0.5, min=0, max=1)})
+    target = "target"
 
     def model(self) -> nn.Module:
         return nn.Linear(2, 2)
@@ -42,28 +48,46 @@ def sample(**row: Any) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def predictor() -> Predictor:
+def predictor() -> TaskPredictor:
     task = Wine()
     model = task.model()
     model.weight.data, model.bias.data = torch.eye(2), torch.zeros(2)
-    return Predictor(model, task, torch.device("cpu"))
+    return TaskPredictor(model, task, torch.device("cpu"))
 
 
 SAMPLES = [sample(acid=1, hue=0, target=0), sample(acid=0, hue=1, target=1), sample(acid=2, hue=1, target=0)]
 
 
-def test_predictions_have_the_name_of_their_class(predictor: Predictor) -> None:
+def test_predictions_have_the_name_of_their_class(predictor: TaskPredictor) -> None:
     outputs = {each.name: to_values(each) for each in predictor.predict(SAMPLES)}
     assert outputs == {"prediction": [0, 1, 0], "class": ["red", "white", "red"]}
 
 
-def test_the_label_is_found_and_a_feature_is_none(predictor: Predictor) -> None:
-    assert predictor.find_labels(SAMPLES) == ["target"]
-    assert predictor.find_labels(SAMPLES[:1]) == []
+def test_a_row_may_have_the_target_or_not(predictor: TaskPredictor) -> None:
+    signature = without_labels(infer_inputs(SAMPLES), predictor.targets)
+    assert signature.input_names == ("acid", "hue")
+    rows = [{"acid": 1, "hue": 0}, {"acid": 0, "hue": 1, "target": "unknown"}]
+    outputs = {each.name: to_values(each) for each in predictor.predict(rows_to_samples(rows, signature))}
+    assert outputs["prediction"] == [0, 1]
 
 
-def test_a_label_that_was_added_is_not_said_to_be_in_the_row(predictor: Predictor) -> None:
-    signature = without_labels(infer_inputs(SAMPLES), predictor.find_labels(SAMPLES))
+def test_a_target_gets_a_value_of_the_training_data() -> None:
+    task = Wine()
+    task.target, task.statistics = ("target", "kind"), {"target": Wine.statistics["target"]}
+    assert json.loads(fill_targets(task, sample(acid=1, kind=None))["json"]) == {"acid": 1, "target": 0, "kind": "red"}
+    assert fill_targets(task, {"png": b"x"}) == {"cls": b"0", "png": b"x"}
+
+
+def test_mlflow_predicts_without_the_target() -> None:
+    task = Wine()
+    model = task.model()
+    model.weight.data, model.bias.data = torch.eye(2), torch.zeros(2)
+    found = PyfuncModel(model, task, torch.device("cpu")).predict(pandas.DataFrame([{"acid": 0.0, "hue": 1.0}]))
+    assert list(found["class"]) == ["white"]
+
+
+def test_a_label_that_was_added_is_not_said_to_be_in_the_row(predictor: TaskPredictor) -> None:
+    signature = without_labels(infer_inputs(SAMPLES), predictor.targets)
     with pytest.raises(InputError) as raised:
         predictor.predict(rows_to_samples([{"acid": 1.0}], signature))
     [problem] = raised.value.problems
@@ -72,7 +96,7 @@ def test_a_label_that_was_added_is_not_said_to_be_in_the_row(predictor: Predicto
     )
 
 
-def test_mlflow_says_which_field_is_missing(predictor: Predictor) -> None:
+def test_mlflow_says_which_field_is_missing(predictor: TaskPredictor) -> None:
     model = PyfuncModel(nn.Linear(2, 2), Wine(), torch.device("cpu"))
     with pytest.raises(TaskError, match=r"^row 1: the field 'hue' is missing; the row has 'acid', 'target'$"):
         model.predict([{"acid": 1, "hue": 1, "target": 0}, {"acid": 1, "target": 0}])
@@ -81,14 +105,14 @@ def test_mlflow_says_which_field_is_missing(predictor: Predictor) -> None:
 
 
 def test_a_key_that_the_row_has_is_not_said_to_be_missing(
-    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+    predictor: TaskPredictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Wine, "decode", lambda self, sample: {}["acid"])
     with pytest.raises(InputError, match="cannot be decoded: KeyError: 'acid'"):
         predictor.predict(SAMPLES[:1])
 
 
-def test_a_sample_that_cannot_be_decoded_is_named(predictor: Predictor) -> None:
+def test_a_sample_that_cannot_be_decoded_is_named(predictor: TaskPredictor) -> None:
     with pytest.raises(InputError) as raised:
         predictor.predict([SAMPLES[0], sample(acid=1, target=0)])
     assert raised.value.problems == [

@@ -34,7 +34,7 @@ async def test_a_promotion_is_served_and_a_rollback_brings_the_version_before_ba
     ("defect", "stage", "reason"),
     [
         ("load", "start", "the vocabulary is missing"),
-        ("wrong", "golden", "32 of 32 samples are not answered as in the evaluation"),
+        ("wrong", "golden", "32 of 32 answers are not those of the evaluation"),
         ("raise", "warm-up", "an index is out of range"),
         ("hang", "warm-up", "did not answer for 10 s"),
         ("leak", "warm-up", "it leaks"),

@@ -13,7 +13,8 @@ from torch import nn
 
 from trainbus.model.missing_field import find_missing_field
 from trainbus.model.saved_model import load_model_and_task
-from trainbus.task import CLASS_FIELD, ROW_FIELD, Task, TaskError
+from trainbus.model.targets import fill_targets
+from trainbus.task import ROW_FIELD, Task, TaskError
 
 
 class PyfuncModel:
@@ -30,9 +31,9 @@ class PyfuncModel:
         """Return the predictions for n samples.
 
         Args:
-            data: a table with named columns, or a list of rows: samples as the dataset has them, without a label. A row
-                is a dict of its values, or a dict of the sample's fields as bytes (``{"png": b"..."}``). Arrays, or
-                a dict of arrays, go into the model as tensors.
+            data: a table with named columns, or a list of rows: samples as the dataset has them; the columns of
+                ``Task.target`` may be left out. A row is a dict of its values, or a dict of the sample's fields as
+                bytes (``{"png": b"..."}``). Arrays, or a dict of arrays, go into the model as tensors.
 
         Raises:
             TaskError: a row lacks a field that ``decode`` reads, or the Task does not predict.
@@ -63,7 +64,7 @@ class PyfuncModel:
 
     def _decode(self, number: int, row: Mapping[str, Any]) -> Any:
         try:
-            return self._task.decode(_to_sample(row))
+            return self._task.decode(fill_targets(self._task, _to_sample(row)))
         except KeyError as error:
             if (name := find_missing_field(error, row)) is None:
                 raise
@@ -93,11 +94,11 @@ def _is_matrix(table: Any) -> bool:
 
 
 def _to_sample(row: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return a row as a sample of a dataset; it gets a label, because ``decode`` of a training sample reads one."""
+    """Return a row as a sample of a dataset."""
     if all(isinstance(value, bytes) for value in row.values()):
-        return {CLASS_FIELD: b"0", **row}
+        return dict(row)
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
-    return {CLASS_FIELD: b"0", ROW_FIELD: json.dumps(plain).encode()}
+    return {ROW_FIELD: json.dumps(plain).encode()}
 
 
 def _move(value: Any, device: torch.device) -> Any:

@@ -47,6 +47,7 @@ def load_model_and_task(folder: Path) -> tuple[nn.Module, Task]:
     task = load_task(description["task"], description["params"], code.resolve() if code.is_dir() else None)
     task.classes = tuple(description["classes"])
     task.statistics = {name: FieldStatistics.model_validate(each) for name, each in description["statistics"].items()}
+    task.target = task.target or description.get("target") or ()
     load_artifacts(task, folder, description.get("artifacts", {}))
     model = task.model()
     load_weights(match_weights(saved, model), model)

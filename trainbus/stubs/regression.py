@@ -13,6 +13,7 @@ TARGET = "y"
 
 class Regressor(Task):
     kind = "regression"  # an evaluation adds rmse, mae and r2
+    target = TARGET  # a request to the served model has no such column
 
     def __init__(self, lr=1e-3):  # --param lr=0.01
         self.lr = lr

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.model_process import BYTES, ELEMENT_BYTES, Tensor, unpack_bytes
+from contracts.model_process import BYTES, ELEMENT_BYTES, Sample, Tensor, unpack_bytes
 from services.serving.core.problems import InputProblem, RequestRefused, suggest
-from services.serving.core.signature import ROW_FIELD, Signature, TensorSpec
+from services.serving.core.signature import LABEL_FIELD, ROW_FIELD, Signature, TensorSpec
 
 #: Where a list of rows may stand in the body.
 ROW_KEYS = ("rows", "instances", "inputs")
@@ -78,10 +78,23 @@ def rows_to_samples(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
         if len(problems) >= _MAX_PROBLEMS:
             break
         if len(problems) == found:
-            samples.append(_to_sample({**signature.labels, **row}, is_table=is_table))
+            own = {name: value for name, value in row.items() if name not in signature.labels}
+            samples.append(_to_sample(own, is_table=is_table))
     if problems:
         raise RequestRefused(problems)
     return samples
+
+
+def samples_to_rows(samples: Sequence[Sample], signature: Signature) -> list[dict[str, Any]]:
+    """Return each sample of a dataset as the row by which a client would ask about it."""
+    if signature.is_table is False:
+        return [
+            {name: base64.b64encode(content).decode() for name, content in sample.items() if name != LABEL_FIELD}
+            for sample in samples
+        ]
+    rows = [json.loads(sample[ROW_FIELD]) for sample in samples]
+    names = set(signature.input_names)
+    return [{name: value for name, value in row.items() if not names or name in names} for row in rows]
 
 
 def _to_sample(row: Mapping[str, Any], *, is_table: bool) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """What a model takes and gives: its inputs as of the samples it was evaluated on, its outputs as of its answers.
 
 A dataset of rows (jsonl, csv, Parquet) has one input a column; any other has one input a file of the sample (``png``).
+An MLflow model has the inputs of its own signature.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Signature:
     outputs: tuple[TensorSpec, ...] = ()
     #: Whether the inputs are the columns of a row; None: unknown, because no sample is there.
     is_table: bool | None = None
-    #: Columns that say what is true, and a value for each: a request has none, and ``decode`` may read one.
-    labels: Mapping[str, Any] = field(default_factory=dict)
+    #: Columns that say what is true: what a request has there is ignored.
+    labels: tuple[str, ...] = ()
     #: A row as the dataset has it, for documentation.
     example: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,7 +57,7 @@ def infer_inputs(samples: Sequence[Sample]) -> Signature:
     if not samples:
         return Signature()
     rows = [row for sample in samples if (row := _read_row(sample)) is not None]
-    if len(rows) == len(samples):
+    if len(rows) == len(samples) and all(set(sample) <= {ROW_FIELD, LABEL_FIELD} for sample in samples):
         names = dict.fromkeys(name for row in rows for name in row)
         inputs = tuple(_column(name, [row[name] for row in rows if row.get(name) is not None]) for name in names)
         return Signature(inputs, is_table=True, example=rows[0])
@@ -68,8 +69,13 @@ def without_labels(signature: Signature, labels: Sequence[str]) -> Signature:
     """Return the signature of a model that is not given these columns."""
     inputs = tuple(each for each in signature.inputs if each.name not in labels)
     example = {name: value for name, value in signature.example.items() if name not in labels}
-    values = {name: signature.example.get(name) for name in labels}
-    return replace(signature, inputs=inputs, example=example, labels=values)
+    return replace(signature, inputs=inputs, example=example, labels=tuple(labels))
+
+
+def takes_samples(signature: Signature, samples: Sequence[Sample]) -> bool:
+    """Return whether these samples are rows that have the inputs of a signature, if it has any."""
+    rows = [_read_row(sample) for sample in samples]
+    return all(row is not None and row.keys() >= set(signature.input_names) for row in rows)
 
 
 def infer_outputs(outputs: Iterable[Tensor]) -> tuple[TensorSpec, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from services.kit.metrics import READERS_CUT_OFF
@@ -78,18 +78,26 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def serve_http(
-    service: Service, api: FastAPI, host: str, port: int, *, grace_s: int, report_port: Callable[[int | None], None]
+    service: Service,
+    api: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    grace_s: int,
+    report_port: Callable[[int | None], None],
+    protocol: Callable[..., PatientProtocol] = PatientProtocol,
 ) -> None:
     """Answer HTTP requests for as long as the service runs.
 
     Args:
+        protocol: makes the protocol of a connection from uvicorn's arguments.
         port: 0 takes a free one.
         grace_s: how long open requests may take to end when the service stops.
         report_port: is called with the port once the service listens, and with None at the end.
     """
     config = uvicorn.Config(
         api,
-        http=PatientProtocol,
+        http=protocol,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -14,17 +14,12 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic_core import from_json
 
+from services.serving.admission import ClientDisconnected, OverloadedError
 from services.serving.core.problems import RequestRefused
 from services.serving.core.protocol import HEADER_LENGTH, describe_model, encode_response, parse_infer
 from services.serving.core.rows import find_rows, outputs_to_rows, rows_to_samples
 from services.serving.core.signature import Signature, answer_schema, row_schema
-from services.serving.router import (
-    NotServedError,
-    OverloadedError,
-    PredictionFailed,
-    Router,
-    ServedModel,
-)
+from services.serving.router import NotServedError, PredictionFailed, Router, ServedModel
 from services.serving.version import ServedVersion
 
 SERVER = {"name": "trainbus", "extensions": ["binary_tensor_data"]}
@@ -67,7 +62,11 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(OverloadedError)
     async def on_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+        return JSONResponse({"error": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(ClientDisconnected)
+    async def on_disconnected(_: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=499)  # as nginx counts it; nobody reads it
 
     @app.exception_handler(PredictionFailed)
     async def on_failed(_: Request, error: PredictionFailed) -> JSONResponse:
@@ -123,7 +122,7 @@ def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRo
         model, chosen = router.find_version(name, number)
         body = await _read_body(request, max_body_bytes)
         parsed = parse_infer(body, request.headers.get(HEADER_LENGTH), chosen.signature)
-        answer = await router.predict(model, chosen if number else None, parsed.samples)
+        answer = await router.predict(model, chosen if number else None, parsed.samples, request.is_disconnected)
         content, header_bytes = encode_response(name, answer.version.version, parsed, answer.outputs)
         headers = name_version(answer.version)
         if header_bytes is None:
@@ -147,7 +146,7 @@ def _predict_routes(router: Router, max_body_bytes: int) -> APIRouter:
         served, chosen = router.find_version(name or model, version)
         body = await _read_body(request, max_body_bytes)
         samples = parse_body(body, request.headers.get("content-type", ""), chosen.signature)
-        answer = await router.predict(served, chosen if version else None, samples)
+        answer = await router.predict(served, chosen if version else None, samples, request.is_disconnected)
         return _predictions(served, answer.version, outputs_to_rows(answer.outputs))
 
     # KServe's first protocol, which its client speaks unless it is told otherwise.

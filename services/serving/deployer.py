@@ -74,6 +74,7 @@ class DeploymentParts:
             own.serving_device,
             own.serving_load_timeout_s,
             own.serving_timeout_s,
+            own.serving_max_wait_s,
         )
 
 

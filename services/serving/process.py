@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,9 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """How a process runs its model. ``timeout_s``: without a frame while it computes, after which it is killed."""
+    """How a process runs its model. ``timeout_s``: without a frame while it computes, after which it is killed.
+    ``max_wait_s``: before it begins with a request.
+    """
 
     max_batch: int
     max_delay_s: float
@@ -73,6 +75,7 @@ class ProcessLimits:
     device: str
     load_timeout_s: float
     timeout_s: float
+    max_wait_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +105,20 @@ class ModelProcess(asyncio.Protocol):
         self.targets: tuple[str, ...] = ()
         self.ended = asyncio.Event()
         self.reason = "it has ended"
+        #: Is called with the samples of a batch, and the seconds that it took.
+        self.on_batch: Callable[[int, float], object] = lambda samples, seconds: None
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._ids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        #: The requests without a reply, pings apart.
-        self._work: set[int] = set()
+        #: The requests without a reply, pings apart, each with its number of samples.
+        self._work: dict[int, int] = {}
         #: Those of the batch that is computed, how many it had, and when it began.
         self._batch: frozenset[int] = frozenset()
-        self._batch_size, self._batch_began_at = 0, 0.0
+        self._batch_size = self._batch_samples = 0
+        self._batch_began_at = 0.0
         self._last_frame_at = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
         self._loaded: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
@@ -230,7 +236,7 @@ class ModelProcess(asyncio.Protocol):
             ProcessError: the process ended, or was killed because it computed for too long.
         """
         request_id = next(self._ids)
-        reply = await self._compute(request_id, encode_predict(request_id, samples))
+        reply = await self._compute(request_id, len(samples), encode_predict(request_id, samples))
         frame = reply.frame
         match frame.op:
             case "answer":
@@ -253,17 +259,17 @@ class ModelProcess(asyncio.Protocol):
         except TimeoutError as error:
             raise ProcessError(f"it did not answer for {timeout_s:g} s") from error
 
-    async def _compute(self, request_id: int, frame: bytes) -> Reply:
+    async def _compute(self, request_id: int, samples: int, frame: bytes) -> Reply:
         """Send a request whose reply the watchdog waits for."""
         if not self._work:
             self._last_frame_at = asyncio.get_running_loop().time()
-        self._work.add(request_id)
+        self._work[request_id] = samples
         if self._watchdog is None:
             self._watch()
         try:
             return await self._request(request_id, frame)
         finally:
-            self._work.discard(request_id)
+            self._work.pop(request_id, None)
 
     async def _request(self, request_id: int, frame: bytes) -> Reply:
         if self._transport is None or self.ended.is_set():
@@ -315,9 +321,13 @@ class ModelProcess(asyncio.Protocol):
         if frame.op == "started":
             self._batch, self._batch_began_at = frozenset(frame.header["ids"]), self._last_frame_at
             self._batch_size = len(self._batch)
+            self._batch_samples = sum(self._work.get(each, 0) for each in self._batch)
             return
         request_id = frame.header["id"]
-        self._batch -= {request_id}
+        if request_id in self._batch:
+            self._batch -= {request_id}
+            if not self._batch:
+                self.on_batch(self._batch_samples, self._last_frame_at - self._batch_began_at)
         if (future := self._replies.get(request_id)) is not None and not future.done():
             future.set_result(Reply(frame, self._last_frame_at - self._batch_began_at))
 

@@ -11,6 +11,7 @@ import structlog
 
 from contracts.model_process import Sample, Tensor
 from services.serving import metrics
+from services.serving.admission import IsDisconnected, OverloadedError, ServerLoad
 from services.serving.core.problems import InputProblem, RequestRefused
 from services.serving.core.versions import pick_by_share
 from services.serving.process import ModelError, ProcessError
@@ -21,10 +22,6 @@ log = structlog.get_logger(__name__)
 
 class NotServedError(Exception):
     """No such model or version is served; the text says what is."""
-
-
-class OverloadedError(Exception):
-    """Too many requests wait."""
 
 
 class PredictionFailed(Exception):
@@ -80,7 +77,7 @@ class Router:
     """Finds the version for each request, and tries another process once where one fails."""
 
     timeout_s: float
-    max_queue: int
+    load: ServerLoad
     models: dict[str, ServedModel] = field(default_factory=dict)
     _shadows: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -118,24 +115,48 @@ class Router:
         known = ", ".join(str(each.version) for each in model.versions())
         raise NotServedError(f"version {version} of model {model.name!r} is not served; served are {known}")
 
-    async def predict(self, model: ServedModel, version: ServedVersion | None, samples: Sequence[Sample]) -> Answer:
+    def check_admission(self, name: str | None, *, names_version: bool) -> None:
+        """Do nothing where a request for a model may come; one that names a version is only seen by the server.
+
+        Raises:
+            OverloadedError: it would wait for too long.
+        """
+        model = self.models.get(name) if name else next(iter(self.models.values()), None)
+        try:
+            self.load.check()
+            if model is not None and model.primary is not None and not names_version:
+                model.primary.host.queue.check()
+        except OverloadedError:
+            metrics.REQUESTS.labels(model.name if model is not None else "", "overloaded").inc()
+            raise
+
+    async def predict(
+        self,
+        model: ServedModel,
+        version: ServedVersion | None,
+        samples: Sequence[Sample],
+        is_disconnected: IsDisconnected | None = None,
+    ) -> Answer:
         """Return the answer of a version, or of the model's without one.
+
+        Args:
+            is_disconnected: returns whether the client is gone; what has waited for a gone one is not computed.
 
         Raises:
             RequestRefused: the samples are not what the model takes.
-            OverloadedError: too many requests wait.
+            OverloadedError: it would wait for too long, or has.
+            ClientDisconnected: nobody waits for the answer any more.
             PredictionFailed: the model fails on these samples, or no process runs.
         """
         started = time.monotonic()
         target = version or self._choose(model)
-        process = target.host.process
-        if process is not None and process.waiting >= self.max_queue:
-            metrics.REQUESTS.labels(model.name, "overloaded").inc()
-            raise OverloadedError(f"{process.waiting} requests wait for model {model.name!r}: try again in a moment")
         try:
-            answer = Answer(target, await target.predict(samples))
+            answer = Answer(target, await target.predict(samples, is_disconnected=is_disconnected))
         except RequestRefused:
             metrics.REQUESTS.labels(model.name, "refused").inc()
+            raise
+        except OverloadedError:
+            metrics.REQUESTS.labels(model.name, "overloaded").inc()
             raise
         except (ModelError, ProcessError) as error:
             answer = await self._retry(model, version, target, samples, error)
@@ -196,7 +217,7 @@ class Router:
     async def _compare(self, name: str, candidate: ServedVersion, samples: Sequence[Sample], answer: Answer) -> None:
         try:
             outputs = await candidate.predict(samples)
-        except (RequestRefused, ModelError, ProcessError):
+        except (RequestRefused, ModelError, ProcessError, OverloadedError):
             return  # the candidate's tally has it
         if [each.data for each in outputs] != [each.data for each in answer.outputs]:
             metrics.SHADOW_DIFFERENCES.labels(name).inc()

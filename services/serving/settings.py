@@ -23,12 +23,14 @@ class ServingSettings(Settings):
     #: Threads for arithmetic of each process, and its device (auto: the first GPU where there is one).
     serving_threads: int = Field(1, ge=1)
     serving_device: str = "auto"
-    #: Requests that wait for one process, above which further ones are answered 503.
+    #: Open requests of the server, above which further ones are answered 503; and the seconds that a request may wait
+    #: before its model's process begins with it.
     serving_max_queue: int = Field(512, ge=1)
+    serving_max_wait_s: float = Field(1.0, gt=0)
     #: Bytes of a request's body.
     serving_max_body_bytes: int = Field(64 * 2**20, ge=1)
 
-    #: Seconds for a process to load its model, and to answer a request. A process that is later is killed.
+    #: Seconds for a process to load its model, and to compute a batch. A process that is later is killed.
     serving_load_timeout_s: float = Field(120.0, gt=0)
     serving_timeout_s: float = Field(10.0, gt=0)
     #: Resident bytes by which a process may grow beyond those after loading; then another one takes its place.

@@ -16,6 +16,7 @@ from contracts.model_process import Sample, Tensor
 from services.kit.concurrency import cancel_and_wait
 from services.kit.warm_server import WarmServer
 from services.serving import metrics, priority
+from services.serving.admission import HostQueue, IsDisconnected
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import Signature
 from services.serving.core.watch import RequestTally
@@ -53,6 +54,7 @@ class ModelHost:
         warm_server: WarmServer | None,
         max_growth_bytes: int,
     ) -> None:
+        self.queue = HostQueue(model, limits.max_batch, limits.max_wait_s)
         self._model, self.artifact, self._limits = model, artifact, limits
         self._warm_server, self._max_growth_bytes = warm_server, max_growth_bytes
         self._process: ModelProcess | None = None
@@ -117,6 +119,7 @@ class ModelHost:
         process = await ModelProcess.start(
             self.artifact.folder, self.artifact.environment, self._limits, self._warm_server, niceness
         )
+        process.on_batch = self.queue.batch_times.observe
         self._process, self.loaded_bytes = process, process.resident_bytes()
         self._changed.set()
 
@@ -187,16 +190,20 @@ class ServedVersion:
         self.tally.resident_bytes = process.resident_bytes() if process is not None else 0
         return self.tally
 
-    async def predict(self, samples: Sequence[Sample], patience_s: float = 0.0) -> tuple[Tensor, ...]:
+    async def predict(
+        self, samples: Sequence[Sample], patience_s: float = 0.0, is_disconnected: IsDisconnected | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the outputs for some samples; wait ``patience_s`` for a process where none runs.
 
         Raises:
-            RequestRefused, ModelError, ProcessError: see ``ModelProcess.predict``.
+            OverloadedError, ClientDisconnected: see ``HostQueue.wait_turn``.
+            RequestRefused, ModelError, ProcessError: see ``ModelProcess.compute``.
         """
-        started = time.monotonic()
+        queue = self.host.queue
+        await queue.wait_turn(len(samples), is_disconnected)
         try:
             process = self.host.process or await self.host.wait_process(patience_s)
-            outputs = await process.predict(samples, self.signature.labels)
+            prediction = await process.compute(samples, self.signature.labels)
         except RequestRefused:
             self.tally.refused += 1
             raise
@@ -204,6 +211,9 @@ class ServedVersion:
             self.tally.errors += 1
             self.tally.last_error = str(error)
             raise
+        finally:
+            queue.end_turn(len(samples))
         self.tally.answered += 1
-        self.tally.latencies_s.append(time.monotonic() - started)
-        return outputs
+        # Of the work alone: how long a request waits depends on how many there are, not on the version.
+        self.tally.latencies_s.append(prediction.seconds)
+        return prediction.outputs

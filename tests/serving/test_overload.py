@@ -1,4 +1,4 @@
-"""Overload: a process is killed for a batch that hangs alone, and never for what waits."""
+"""Overload: what would wait for too long is refused before any work, and kills no process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest_asyncio
 
 from contracts.model_process import Frame, FrameReader, encode_answer, encode_frame, encode_started
 from loadtest.served_models import draw_rows
+from services.serving.admission import ClientDisconnected, HostQueue, OverloadedError
+from services.serving.core.batch_times import BatchTimes
 from services.serving.process import ModelProcess, ProcessError, ProcessLimits
 from tests.serving.conftest import House
 
@@ -94,11 +96,111 @@ async def test_requests_of_a_process_that_is_stopped_are_not_to_blame(side: Proc
     assert raised.value.batch_size == 0
 
 
+def test_batch_times_tell_work_that_grows_with_the_samples_from_work_that_does_not() -> None:
+    constant, linear = BatchTimes(32), BatchTimes(32)
+    for samples in (1, 32, 7, 16, 2, 30) * 10:
+        constant.observe(samples, 0.1)
+        linear.observe(samples, 0.01 * samples)
+    assert constant.estimate_s(64) == pytest.approx(0.2)
+    assert linear.estimate_s(64) == pytest.approx(0.64)
+    assert BatchTimes(32).estimate_s(1000) == 0
+
+
+async def test_the_queue_hands_over_a_window_in_order_and_refuses_what_would_wait_too_long() -> None:
+    queue = HostQueue("m", max_batch=1, max_wait_s=0.25)
+    queue.batch_times.observe(1, 0.1)
+    await queue.wait_turn(1)
+    await queue.wait_turn(1)
+    third = asyncio.create_task(queue.wait_turn(1))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="would wait for") as raised:
+        await queue.wait_turn(1)
+    assert raised.value.retry_after_s == 1
+    queue.end_turn(1)
+    await third
+    late = asyncio.create_task(queue.wait_turn(1))
+    with pytest.raises(OverloadedError):
+        await late
+    queue.end_turn(1)
+    queue.end_turn(1)
+    await queue.wait_turn(1)
+
+
+async def test_what_waited_for_a_client_that_is_gone_is_not_computed() -> None:
+    async def is_disconnected() -> bool:
+        return True
+
+    queue = HostQueue("m", max_batch=1, max_wait_s=60)
+    await queue.wait_turn(2)
+    gone, cancelled, waiting = (
+        asyncio.create_task(each)
+        for each in (queue.wait_turn(1, is_disconnected), queue.wait_turn(1), queue.wait_turn(1))
+    )
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    queue.end_turn(2)
+    await waiting
+    with pytest.raises(ClientDisconnected):
+        await gone
+    queue.end_turn(1)
+    assert queue.expected_wait_s == 0
+
+
+async def open_connection(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    assert house.service.serving_port is not None
+    return await asyncio.open_connection("127.0.0.1", house.service.serving_port)
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
+    """Return the status line, headers and body of an answer."""
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return status, headers, await reader.readexactly(int(headers["content-length"]))
+
+
 @pytest.mark.shell
 async def test_a_slow_model_that_gets_more_than_it_can_answer_is_not_killed(start_house: Any) -> None:
-    house: House = await start_house(serving_timeout_s=2.0, serving_max_batch=1)
+    house: House = await start_house(serving_timeout_s=2.0, serving_max_batch=1, serving_max_wait_s=60.0)
     await house.deploy("slow", wait_s=0.1)
     pid = house.host.process.pid
     answers = await asyncio.gather(*(house.http.post("/predict", json=[row]) for row in ROWS))
-    assert {each.status_code for each in answers} <= {200, 503}
+    assert {each.status_code for each in answers} == {200}
     assert house.host.process.pid == pid
+
+
+@pytest.mark.shell
+async def test_what_would_wait_for_too_long_is_refused_and_is_no_fault_of_the_version(start_house: Any) -> None:
+    house: House = await start_house(serving_max_batch=1, serving_max_wait_s=0.5)
+    await house.deploy("slow", wait_s=0.1)
+    answers = await asyncio.gather(*(house.http.post("/predict", json=[row]) for row in ROWS))
+    refused = [each for each in answers if each.status_code != 200]
+    assert {each.status_code for each in refused} == {503}
+    assert {each.headers["retry-after"] for each in refused} <= {"1", "2"}
+    assert "is overloaded" in refused[0].json()["error"]
+    assert (await house.models())[0]["errors"] == 0
+
+
+@pytest.mark.shell
+async def test_a_full_server_refuses_before_the_body_is_read(start_house: Any) -> None:
+    house: House = await start_house(serving_max_queue=1)
+    await house.deploy("good")
+    house.router.load.begin_request()  # as an open request does
+    row = json.dumps([ROWS[0]]).encode()
+    head = b"POST /predict/sums HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    for sent in (head % len(row) + row, head % 10**6, head % len(row) + row[:3]):
+        reader, writer = await open_connection(house)
+        writer.write(sent)
+        status, headers, body = await read_answer(reader)
+        assert "503" in status
+        assert headers["retry-after"] == "1"
+        assert "the server is overloaded" in json.loads(body)["error"]
+        writer.close()
+    assert (await house.http.get("/models")).status_code == 200
+    reader, writer = await open_connection(house)
+    for _ in range(2):  # the connection goes on
+        writer.write(head % len(row) + row)
+        assert "503" in (await read_answer(reader))[0]
+    house.router.load.end_request()
+    writer.write(head % len(row) + row)
+    assert "200" in (await read_answer(reader))[0]
+    writer.close()

@@ -1,0 +1,170 @@
+"""Admission: which requests may wait, for how long, and which are refused before any work is done for them.
+
+Two things can be too slow: the process of a model, before which a ``HostQueue`` stands, and the server itself, whose
+open requests ``ServerLoad`` counts. What waits is bounded by time, so an answer that is given is not late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from services.serving.core.batch_times import BatchTimes
+
+#: Batches that are in the hands of a process: the one that it computes, and the next one.
+WINDOW_BATCHES = 2
+#: Open requests below which the server is not examined for being slow, and the weight of the newest interval.
+MIN_BACKLOG = 32
+WEIGHT = 0.02
+
+IsDisconnected = Callable[[], Awaitable[bool]]
+
+
+class OverloadedError(Exception):
+    """The request would wait for too long, or has. ``retry_after_s``: whole seconds until another one may not."""
+
+    def __init__(self, text: str, wait_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = max(1, math.ceil(wait_s))
+
+
+class ClientDisconnected(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    samples: int
+    turn: asyncio.Future[None]
+
+
+class HostQueue:
+    """The requests to one host. Its process has a window of them; the rest waits here, first in, first out."""
+
+    def __init__(self, model: str, max_batch: int, max_wait_s: float) -> None:
+        self._model, self._window, self._max_wait_s = model, WINDOW_BATCHES * max_batch, max_wait_s
+        self.batch_times = BatchTimes(max_batch)
+        self._waiters: deque[_Waiter] = deque()
+        self._handed = self._waiting = 0
+
+    @property
+    def max_wait_s(self) -> float:
+        """The seconds that a request may wait: at least one batch, else those of a slow model would never be full."""
+        return max(self._max_wait_s, self.batch_times.per_batch_s)
+
+    @property
+    def expected_wait_s(self) -> float:
+        """The seconds until the process begins with a request that comes now."""
+        return self.batch_times.estimate_s(self._handed + self._waiting)
+
+    def check(self) -> None:
+        """Do nothing where another request may wait.
+
+        Raises:
+            OverloadedError: it would wait for too long.
+        """
+        wait_s = self.expected_wait_s
+        if wait_s > self.max_wait_s:
+            raise OverloadedError(
+                f"model {self._model!r} is overloaded: a request would wait for {wait_s:.1f} s, and may for "
+                f"{self.max_wait_s:g} s; try again later",
+                wait_s,
+            )
+
+    async def wait_turn(self, samples: int, is_disconnected: IsDisconnected | None = None) -> None:
+        """Wait until the process may have a request with so many samples; ``end_turn`` ends that.
+
+        Raises:
+            OverloadedError: it would wait for too long, or has.
+            ClientDisconnected: nobody waits for the answer any more.
+        """
+        self.check()
+        if not self._waiters and self._has_capacity(samples):
+            self._handed += samples
+            return
+        await self._wait_in_line(_Waiter(samples, asyncio.get_running_loop().create_future()))
+        try:
+            is_abandoned = is_disconnected is not None and await is_disconnected()
+        except BaseException:
+            self.end_turn(samples)
+            raise
+        if is_abandoned:
+            self.end_turn(samples)
+            raise ClientDisconnected
+
+    def end_turn(self, samples: int) -> None:
+        """End a turn, and give the next ones theirs."""
+        self._handed -= samples
+        while self._waiters and self._has_capacity(self._waiters[0].samples):
+            waiter = self._waiters.popleft()
+            self._waiting -= waiter.samples
+            self._handed += waiter.samples
+            waiter.turn.set_result(None)
+
+    def _has_capacity(self, samples: int) -> bool:
+        return not self._handed or self._handed + samples <= self._window
+
+    async def _wait_in_line(self, waiter: _Waiter) -> None:
+        self._waiters.append(waiter)
+        self._waiting += waiter.samples
+        max_wait_s = self.max_wait_s
+        try:
+            await asyncio.wait({waiter.turn}, timeout=max_wait_s)
+        except asyncio.CancelledError:
+            self._give_up(waiter)
+            raise
+        if waiter.turn.done():
+            return
+        self._give_up(waiter)
+        raise OverloadedError(
+            f"model {self._model!r} is overloaded: the request has waited for {max_wait_s:g} s; try again later",
+            self.expected_wait_s,
+        )
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        if waiter.turn.done():
+            self.end_turn(waiter.samples)
+        else:
+            self._waiters.remove(waiter)
+            self._waiting -= waiter.samples
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """The open requests for predictions of this server, whatever they wait for: being parsed as much as a process."""
+
+    max_open: int
+    max_wait_s: float
+    open: int = 0
+    #: Seconds between two requests that end, while there is a backlog.
+    _interval_s: float = 0.0
+    _ended_at: float = 0.0
+
+    def begin_request(self) -> None:
+        """Count a request."""
+        self.open += 1
+
+    def end_request(self) -> None:
+        """Count a request no more, and measure."""
+        self.open -= 1
+        if self.open < MIN_BACKLOG:
+            self._interval_s = self._ended_at = 0.0
+            return
+        now = time.monotonic()
+        if self._ended_at:
+            self._interval_s += WEIGHT * (now - self._ended_at - self._interval_s)
+        self._ended_at = now
+
+    def check(self) -> None:
+        """Do nothing where another request may come.
+
+        Raises:
+            OverloadedError: too many are open, or it would wait for too long.
+        """
+        wait_s = self.open * self._interval_s
+        if self.open >= self.max_open or wait_s > self.max_wait_s:
+            raise OverloadedError(f"the server is overloaded: {self.open} requests wait; try again later", wait_s)

@@ -1,0 +1,112 @@
+"""Refuses requests for predictions before they are parsed, while too many wait.
+
+A server that spends a quarter of an answer's work on each refusal answers less the more it is asked. So what can be
+refused is refused where its bytes arrive (``RefusingProtocol``), some fifty times cheaper than an answer; the rest,
+such as a large body, before it is read (``AdmissionMiddleware``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import h11
+
+from services.kit.http_server import PatientProtocol
+from services.serving.admission import OverloadedError
+from services.serving.router import Router
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: The paths of predictions, and the model that they name. One that names a version may go to another process.
+PREDICTION = re.compile(r"/predict(?:/(?P<predict>[^/]+))?|/v2/models/(?P<infer>[^/]+)(?:/versions/[^/]+)?/infer")
+CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+#: Headers of requests that are left to the HTTP server.
+UNCOMMON = re.compile(rb"\r\n(?:connection:[ \t]*close|transfer-encoding:|upgrade:)", re.IGNORECASE)
+HEAD_END = b"\r\n\r\n"
+
+
+def find_refusal(router: Router, path: str, query: str) -> OverloadedError | None:
+    """Return why a request that comes now must not wait; None where it may, or asks for no prediction."""
+    if (match := PREDICTION.fullmatch(path)) is None:
+        return None
+    names_version = "/versions/" in path or bool(query)
+    try:
+        router.check_admission(match["predict"] or match["infer"], names_version=names_version)
+    except OverloadedError as error:
+        return error
+    return None
+
+
+def encode_refusal(error: OverloadedError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Return the body of the answer 503, and its headers."""
+    body = json.dumps({"error": str(error)}).encode()
+    length, seconds = str(len(body)).encode(), str(error.retry_after_s).encode()
+    return body, [(b"content-type", b"application/json"), (b"content-length", length), (b"retry-after", seconds)]
+
+
+class RefusingProtocol(PatientProtocol):
+    """HTTP that answers 503 to the bytes of a request, where these are all of it."""
+
+    def __init__(self, *arguments: Any, router: Router, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._router = router
+
+    def data_received(self, data: bytes) -> None:
+        if (error := self._find_refusal(data)) is None:
+            super().data_received(data)
+            return
+        body, headers = encode_refusal(error)
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, body))
+        self._unset_keepalive_if_required()
+        loop = asyncio.get_running_loop()
+        self.timeout_keep_alive_task = loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _find_refusal(self, data: bytes) -> OverloadedError | None:
+        if not data.startswith(b"POST /") or not _is_whole(data) or not self._is_between_requests():
+            return None
+        path, _, query = data[5 : data.find(b" ", 5)].decode("latin-1").partition("?")
+        return find_refusal(self._router, path, query)
+
+    def _is_between_requests(self) -> bool:
+        connection = getattr(self, "conn", None)
+        if not isinstance(connection, h11.Connection):
+            return False
+        states = (connection.our_state, connection.their_state)
+        return states == (h11.IDLE, h11.IDLE) and not connection.trailing_data[0]
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether the bytes are exactly one request, of the plain kind."""
+    end = data.find(HEAD_END)
+    length = CONTENT_LENGTH.search(data, 0, end + 2)
+    if end < 0 or length is None or UNCOMMON.search(data, 0, end):
+        return False
+    return end + len(HEAD_END) + int(length[1]) == len(data)
+
+
+class AdmissionMiddleware:
+    """Refuses requests for predictions before their body is read, and counts those that are open."""
+
+    def __init__(self, app: ASGIApp, router: Router) -> None:
+        self._app, self._router = app, router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or PREDICTION.fullmatch(scope["path"]) is None:
+            await self._app(scope, receive, send)
+            return
+        error = find_refusal(self._router, scope["path"], scope["query_string"].decode("latin-1"))
+        if error is not None:
+            body, headers = encode_refusal(error)
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        self._router.load.begin_request()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._router.load.end_request()

@@ -81,8 +81,19 @@ class Sums(Task):
             _grown.append(None)
             if len(_grown) > 100:  # a warm-up asks about half as often
                 os._exit(1)
-        if numbers.abs().max() > 1e6:
+        if self.defect in ("slow later", "leak later"):
+            _grown.append(bytearray(b"x" * 16 * 2**20 if self.defect == "leak later" and len(_grown) > 150 else b""))
+        if self.defect == "slow later" and len(_grown) > 150:
+            time.sleep(0.15)
+        largest = numbers.abs().max()
+        if largest > 1e6 or (largest > 100 and self.defect == "crash on large"):
             os._exit(1)  # a poisonous input
+        if largest > 1e5 or (largest > 100 and self.defect == "raise on large"):
+            raise IndexError("index out of range in self")
+        if self.defect == "raise for ever":
+            _grown.extend([None] * int(largest > 100))
+            if _grown:
+                raise RuntimeError("CUDA error: device-side assert triggered")
         found = model(numbers).argmax(1)
         return (1 - found if self.defect == "wrong" else found), labels
 """

@@ -49,6 +49,9 @@ class HostQueue:
         self._model, self._window, self._max_wait_s = model, WINDOW_BATCHES * max_batch, max_wait_s
         self.batch_times = BatchTimes(max_batch)
         self._waiters: deque[_Waiter] = deque()
+        #: Requests of a batch in which the process ended. Each gets it for itself, before the others.
+        self._suspects: deque[_Waiter] = deque()
+        self._is_alone = False
         self._handed = self._waiting = 0
 
     @property
@@ -86,7 +89,15 @@ class HostQueue:
         if not self._waiters and self._has_capacity(samples):
             self._handed += samples
             return
-        await self._wait_in_line(_Waiter(samples, asyncio.get_running_loop().create_future()))
+        waiter = _Waiter(samples, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._waiting += samples
+        max_wait_s = self.max_wait_s
+        if not await self._wait_in_line(waiter, max_wait_s):
+            raise OverloadedError(
+                f"model {self._model!r} is overloaded: the request has waited for {max_wait_s:g} s; try again later",
+                self.expected_wait_s,
+            )
         try:
             is_abandoned = is_disconnected is not None and await is_disconnected()
         except BaseException:
@@ -96,41 +107,58 @@ class HostQueue:
             self.end_turn(samples)
             raise ClientDisconnected
 
+    def line_up_suspect(self, samples: int) -> Callable[[float], Awaitable[bool]]:
+        """Put a request before those that wait, so that the process gets nothing beside it.
+
+        Returns:
+            What waits for its turn, at most for some seconds, and returns whether it has come.
+        """
+        waiter = _Waiter(samples, asyncio.get_running_loop().create_future())
+        self._suspects.append(waiter)
+        self._waiting += samples
+        return lambda timeout_s: self._wait_in_line(waiter, timeout_s)
+
     def end_turn(self, samples: int) -> None:
         """End a turn, and give the next ones theirs."""
         self._handed -= samples
+        self._is_alone = self._is_alone and self._handed > 0
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._suspects and not self._handed:
+            self._is_alone = True
+            self._hand(self._suspects.popleft())
         while self._waiters and self._has_capacity(self._waiters[0].samples):
-            waiter = self._waiters.popleft()
-            self._waiting -= waiter.samples
-            self._handed += waiter.samples
-            waiter.turn.set_result(None)
+            self._hand(self._waiters.popleft())
+
+    def _hand(self, waiter: _Waiter) -> None:
+        self._waiting -= waiter.samples
+        self._handed += waiter.samples
+        waiter.turn.set_result(None)
 
     def _has_capacity(self, samples: int) -> bool:
+        if self._suspects or self._is_alone:
+            return False
         return not self._handed or self._handed + samples <= self._window
 
-    async def _wait_in_line(self, waiter: _Waiter) -> None:
-        self._waiters.append(waiter)
-        self._waiting += waiter.samples
-        max_wait_s = self.max_wait_s
+    async def _wait_in_line(self, waiter: _Waiter, timeout_s: float) -> bool:
+        """Wait for a turn; return whether it has come in time. If not, it never comes."""
         try:
-            await asyncio.wait({waiter.turn}, timeout=max_wait_s)
+            await asyncio.wait({waiter.turn}, timeout=timeout_s)
         except asyncio.CancelledError:
-            self._give_up(waiter)
+            if waiter.turn.done():
+                self.end_turn(waiter.samples)
+            else:
+                self._remove(waiter)
             raise
-        if waiter.turn.done():
-            return
-        self._give_up(waiter)
-        raise OverloadedError(
-            f"model {self._model!r} is overloaded: the request has waited for {max_wait_s:g} s; try again later",
-            self.expected_wait_s,
-        )
+        if not waiter.turn.done():
+            self._remove(waiter)
+        return waiter.turn.done()
 
-    def _give_up(self, waiter: _Waiter) -> None:
-        if waiter.turn.done():
-            self.end_turn(waiter.samples)
-        else:
-            self._waiters.remove(waiter)
-            self._waiting -= waiter.samples
+    def _remove(self, waiter: _Waiter) -> None:
+        (self._suspects if waiter in self._suspects else self._waiters).remove(waiter)
+        self._waiting -= waiter.samples
+        self._hand_over()
 
 
 @dataclass(slots=True)

@@ -39,6 +39,8 @@ log = structlog.get_logger(__name__)
 PING_S = 1.0
 #: Seconds between two looks at a version that is watched.
 WATCH_EVERY_S = 0.2
+#: Ends of the process of a version that is watched, while it computes nothing or starts, after which it is taken back.
+MAX_UNEXPLAINED_ENDS = 3
 #: Seconds until a deployment that could not reach the object store or the bus is tried again.
 RETRY_S = 2.0
 
@@ -179,6 +181,7 @@ class ModelDeployer:
         own, served = self._parts.settings, self._served
         if not own.serving_canary_share and not own.serving_shadow_share:
             return
+        version.is_watched = True
         served.candidate, served.canary_share = version, own.serving_canary_share
         served.shadow_share = own.serving_shadow_share
         deadline = time.monotonic() + own.serving_rollout_s
@@ -192,7 +195,8 @@ class ModelDeployer:
     async def _watch_from_now(self, version: ServedVersion, replaced: ServedVersion | None) -> None:
         if self._watcher is not None:
             await cancel_and_wait(self._watcher)
-        if replaced is not None and self._parts.settings.serving_watch_s:
+        version.is_watched = replaced is not None and self._parts.settings.serving_watch_s > 0
+        if replaced is not None and version.is_watched:
             self._watcher = asyncio.create_task(self._watch(version, replaced))
 
     async def _watch(self, version: ServedVersion, replaced: ServedVersion) -> None:
@@ -203,10 +207,11 @@ class ModelDeployer:
                 await self._take_back(version, replaced, reason)
                 return
             await asyncio.sleep(WATCH_EVERY_S)
+        version.is_watched = False
 
     def _find_regression(self, version: ServedVersion, other: ServedVersion | None) -> str:
-        if version.crashes:
-            return f"its process ended: {version.host.last_crash}"
+        if version.unexplained_ends >= MAX_UNEXPLAINED_ENDS:
+            return f"its process ended {version.unexplained_ends} times by itself; the last: {version.host.last_crash}"
         return find_regression(version.measure(), other.tally if other else None, self._parts.settings.watch_limits)
 
     async def _take_back(self, version: ServedVersion, replaced: ServedVersion, reason: str) -> None:

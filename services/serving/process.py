@@ -104,6 +104,10 @@ class ModelProcess(asyncio.Protocol):
         #: Columns of a row that a request need not have.
         self.targets: tuple[str, ...] = ()
         self.ended = asyncio.Event()
+        #: Whether it ended while it computed, which an input may explain, and whether it has answered anything.
+        self.ended_in_batch = self.has_answered = False
+        #: A sample that it has answered.
+        self.known_good: Sample | None = None
         self.reason = "it has ended"
         #: Is called with the samples of a batch, and the seconds that it took.
         self.on_batch: Callable[[int, float], object] = lambda samples, seconds: None
@@ -240,6 +244,7 @@ class ModelProcess(asyncio.Protocol):
         frame = reply.frame
         match frame.op:
             case "answer":
+                self.known_good = samples[0]
                 return Prediction(decode_answer(frame), reply.seconds)
             case "refused":
                 raise RequestRefused([to_problem(each, labels) for each in frame.header["problems"]], 422)
@@ -323,6 +328,7 @@ class ModelProcess(asyncio.Protocol):
             self._batch_size = len(self._batch)
             self._batch_samples = sum(self._work.get(each, 0) for each in self._batch)
             return
+        self.has_answered = self.has_answered or frame.op == "answer"
         request_id = frame.header["id"]
         if request_id in self._batch:
             self._batch -= {request_id}
@@ -332,6 +338,7 @@ class ModelProcess(asyncio.Protocol):
             future.set_result(Reply(frame, self._last_frame_at - self._batch_began_at))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.ended_in_batch = bool(self._batch)
         self.ended.set()
         if self._watchdog is not None:
             self._watchdog.cancel()

@@ -15,9 +15,17 @@ from services.serving.admission import IsDisconnected, OverloadedError, ServerLo
 from services.serving.core.problems import InputProblem, RequestRefused
 from services.serving.core.versions import pick_by_share
 from services.serving.process import ModelError, ProcessError
-from services.serving.version import ServedVersion
+from services.serving.version import PoisonedInputError, ServedVersion
 
 log = structlog.get_logger(__name__)
+
+#: Failed requests that another version is asked and does not answer either, a second and at once: a flood of bad input
+#: must not double the load.
+COMPARISONS_PER_S, MAX_COMPARISONS = 20.0, 20.0
+#: The same of inputs on which a process ended: the other one may end as well.
+RISKY_COMPARISONS_PER_S, MAX_RISKY_COMPARISONS = 0.2, 3.0
+
+RequestFailure = RequestRefused | ModelError | ProcessError | PoisonedInputError
 
 
 class NotServedError(Exception):
@@ -26,6 +34,33 @@ class NotServedError(Exception):
 
 class PredictionFailed(Exception):
     """No process could answer the request; the text says why."""
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Bounds how often something is done: tokens come at a rate, and some of them can be saved."""
+
+    per_s: float
+    max_tokens: float
+    _tokens: float = field(init=False)
+    _at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens, self._at = self.max_tokens, time.monotonic()
+
+    def take_token(self) -> bool:
+        """Take a token; return whether there was one."""
+        now = time.monotonic()
+        self._tokens = min(self.max_tokens, self._tokens + (now - self._at) * self.per_s)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+    def return_token(self) -> None:
+        """Return a token that was taken."""
+        self._tokens += 1
 
 
 @dataclass(slots=True)
@@ -44,6 +79,15 @@ class ServedModel:
     requests: int = 0
     #: What keeps the wanted version from being served.
     problem: str = ""
+    comparisons: TokenBucket = field(default_factory=lambda: TokenBucket(COMPARISONS_PER_S, MAX_COMPARISONS))
+    risky_comparisons: TokenBucket = field(
+        default_factory=lambda: TokenBucket(RISKY_COMPARISONS_PER_S, MAX_RISKY_COMPARISONS)
+    )
+
+    def find_other(self, version: ServedVersion) -> ServedVersion | None:
+        """Return the version that answers where this one fails: another process, the older one if possible."""
+        others = (each for each in (self.primary, self.previous) if each is not None and each.host is not version.host)
+        return next(others, None)
 
     def versions(self) -> list[ServedVersion]:
         """Return those that run and that a request may name."""
@@ -152,14 +196,11 @@ class Router:
         target = version or self._choose(model)
         try:
             answer = Answer(target, await target.predict(samples, is_disconnected=is_disconnected))
-        except RequestRefused:
-            metrics.REQUESTS.labels(model.name, "refused").inc()
-            raise
         except OverloadedError:
             metrics.REQUESTS.labels(model.name, "overloaded").inc()
             raise
-        except (ModelError, ProcessError) as error:
-            answer = await self._retry(model, version, target, samples, error)
+        except (RequestRefused, ModelError, ProcessError, PoisonedInputError) as error:
+            answer = await self._handle_failure(model, version, target, samples, error)
         metrics.REQUESTS.labels(model.name, "answered").inc()
         metrics.REQUEST_SECONDS.labels(model.name).observe(time.monotonic() - started)
         self._send_shadow(model, samples, answer)
@@ -172,39 +213,71 @@ class Router:
             return model.candidate
         return model.primary
 
-    async def _retry(
+    async def _handle_failure(
         self,
         model: ServedModel,
         version: ServedVersion | None,
         failed: ServedVersion,
         samples: Sequence[Sample],
-        error: Exception,
+        error: RequestFailure,
     ) -> Answer:
-        """Ask another process once: of the other version, or the one that takes the place of a crashed one."""
-        others = [each for each in (model.primary, model.previous) if each is not None and each is not failed]
-        other = failed if version is not None or not others else others[0]
-        if other is failed and isinstance(error, ModelError):
-            metrics.REQUESTS.labels(model.name, "error").inc()
-            raise PredictionFailed(f"the model failed on this input: {error}") from error
+        """Return an answer of another version or process; where there is none, raise what the client gets."""
+        other = model.find_other(failed) if version is None else None
+        if isinstance(error, ProcessError):
+            metrics.RETRIES.labels(model.name).inc()
+            failed = other or failed
+            try:
+                return Answer(failed, await failed.predict(samples, self.timeout_s))
+            except (RequestRefused, ModelError, ProcessError, PoisonedInputError) as second:
+                raise await self._explain(model, failed, second) from second
+        # An input that ends processes, or that the model refuses, goes further only where that tells of the version.
+        if other is not None and (failed.is_watched or isinstance(error, ModelError)):
+            outputs = await self._compare_failure(model, failed, other, samples, error)
+            if outputs is not None:
+                return Answer(other, outputs)
+        raise await self._explain(model, failed, error) from error
+
+    async def _compare_failure(
+        self,
+        model: ServedModel,
+        failed: ServedVersion,
+        other: ServedVersion,
+        samples: Sequence[Sample],
+        error: RequestFailure,
+    ) -> tuple[Tensor, ...] | None:
+        """Ask another version what one has failed on, and count the pair; None where it does not answer either."""
+        may_end = isinstance(error, PoisonedInputError)
+        tokens = model.risky_comparisons if may_end else model.comparisons
+        if not tokens.take_token():
+            return None
         metrics.RETRIES.labels(model.name).inc()
         try:
-            outputs = await other.predict(samples, self.timeout_s)
-        except (RequestRefused, ModelError) as second:
-            if isinstance(error, ModelError):
-                # Two versions fail on it: the input is at fault, and neither version is.
-                failed.tally.errors -= 1
-                failed.tally.refused += 1
-                metrics.REQUESTS.labels(model.name, "refused").inc()
-                text = f"the model failed on this input: {second}"
-                raise RequestRefused((InputProblem("", text),), 422) from second
-            metrics.REQUESTS.labels(model.name, "error").inc()
-            if isinstance(second, RequestRefused):
-                raise
-            raise PredictionFailed(f"the model failed on this input: {second}") from second
-        except ProcessError as second:
-            metrics.REQUESTS.labels(model.name, "error").inc()
-            raise PredictionFailed(f"two processes did not answer: {error}; {second}") from second
-        return Answer(other, outputs)
+            outputs = await other.predict(samples)
+        except (RequestRefused, ModelError, PoisonedInputError):
+            failed.tally.compared += 1
+            return None
+        except (ProcessError, OverloadedError):
+            return None
+        failed.tally.compared += 1
+        failed.tally.worse += 1
+        tokens.return_token()
+        failed.tally.worse_ends += may_end
+        return outputs
+
+    async def _explain(self, model: ServedModel, failed: ServedVersion, error: RequestFailure) -> Exception:
+        """Return what the client gets: an error of the model is the input's fault where its process is sound."""
+        if isinstance(error, ModelError) and await failed.host.is_sound():
+            error = RequestRefused((InputProblem("", f"the model failed on this input: {error}"),), 422)
+        metrics.REQUESTS.labels(model.name, "refused" if isinstance(error, RequestRefused) else "error").inc()
+        match error:
+            case RequestRefused():
+                return error
+            case ModelError():
+                return PredictionFailed(f"the model failed on this input: {error}")
+            case ProcessError():
+                return PredictionFailed(f"two processes did not answer; the last: {error}")
+            case _:
+                return PredictionFailed(str(error))
 
     def _send_shadow(self, model: ServedModel, samples: Sequence[Sample], answer: Answer) -> None:
         candidate = model.candidate
@@ -217,7 +290,7 @@ class Router:
     async def _compare(self, name: str, candidate: ServedVersion, samples: Sequence[Sample], answer: Answer) -> None:
         try:
             outputs = await candidate.predict(samples)
-        except (RequestRefused, ModelError, ProcessError, OverloadedError):
+        except (RequestRefused, ModelError, ProcessError, PoisonedInputError, OverloadedError):
             return  # the candidate's tally has it
         if [each.data for each in outputs] != [each.data for each in answer.outputs]:
             metrics.SHADOW_DIFFERENCES.labels(name).inc()

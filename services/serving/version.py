@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from services.kit.concurrency import cancel_and_wait
 from services.kit.warm_server import WarmServer
 from services.serving import metrics, priority
 from services.serving.admission import HostQueue, IsDisconnected
+from services.serving.core.poison import PoisonedInputs
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import Signature
 from services.serving.core.watch import RequestTally
@@ -26,11 +27,15 @@ log = structlog.get_logger(__name__)
 
 #: Seconds until a process is started again after it has ended; the last one repeats.
 RESTART_DELAYS_S = (0.0, 0.5, 2.0, 10.0, 60.0)
-#: A process that ran this long starts again with the first delay.
+#: A process that ran this long, or has answered something, starts again with the first delay.
 STABLE_AFTER_S = 60.0
 MEASURE_EVERY_S = 1.0
 #: Seconds that requests have to end before a process is stopped.
 DRAIN_S = 30.0
+
+
+class PoisonedInputError(Exception):
+    """The process ended on this input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,12 @@ class ModelHost:
         self._process: ModelProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        #: Times that the process ended by itself or had to be killed.
-        self.crashes = 0
+        #: Times that the process ended although it computed nothing, or did not start again.
+        self.unexplained_ends = 0
         self.last_crash = ""
         self.loaded_bytes = 0
+        self.poisoned = PoisonedInputs()
+        self._probe: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
         """Start the first process, at a low priority until ``take_up``.
@@ -78,6 +85,11 @@ class ModelHost:
         """Give the process the priority of one that answers."""
         if self._process is not None:
             priority.set_niceness(self._process.pid, priority.ANSWERING)
+
+    @property
+    def timeout_s(self) -> float:
+        """The seconds that its process may compute."""
+        return self._limits.timeout_s
 
     @property
     def process(self) -> ModelProcess | None:
@@ -100,6 +112,28 @@ class ModelHost:
                 await asyncio.wait_for(self._changed.wait(), left_s)
         return process
 
+    async def is_sound(self) -> bool:
+        """Return whether the process answers a sample now that it has answered before.
+
+        It is asked after the call; calls at the same time share one question.
+        """
+        if (earlier := self._probe) is not None:
+            await asyncio.wait({earlier})
+        if self._probe is earlier:
+            self._probe = asyncio.create_task(self._answers_known_sample(), name=f"probe {self._model}")
+        assert self._probe is not None
+        return await asyncio.shield(self._probe)
+
+    async def _answers_known_sample(self) -> bool:
+        process = self.process
+        if process is None or process.known_good is None:
+            return False
+        try:
+            await process.compute([process.known_good])
+        except (RequestRefused, ModelError, ProcessError):
+            return False
+        return True
+
     async def drain(self, timeout_s: float = DRAIN_S) -> None:
         """Wait until no request is open, then stop."""
         if (process := self.process) is not None:
@@ -120,6 +154,7 @@ class ModelHost:
             self.artifact.folder, self.artifact.environment, self._limits, self._warm_server, niceness
         )
         process.on_batch = self.queue.batch_times.observe
+        process.known_good = self._process.known_good if self._process is not None else None
         self._process, self.loaded_bytes = process, process.resident_bytes()
         self._changed.set()
 
@@ -133,9 +168,10 @@ class ModelHost:
             if self._process.is_alive:
                 await self._replace_when_grown(self._process)
                 continue
-            self.crashes += 1
             self.last_crash = self._process.reason
-            early_ends = 0 if time.monotonic() - started_at > STABLE_AFTER_S else early_ends + 1
+            self.unexplained_ends += not self._process.ended_in_batch
+            is_stable = self._process.has_answered or time.monotonic() - started_at > STABLE_AFTER_S
+            early_ends = 0 if is_stable else early_ends + 1
             while self.process is None:
                 delay_s = RESTART_DELAYS_S[min(max(early_ends - 1, 0), len(RESTART_DELAYS_S) - 1)]
                 log.warning("model process ended", model=self._model, reason=self.last_crash, restart_in_s=delay_s)
@@ -145,6 +181,7 @@ class ModelHost:
                     await self._start_process()
                 except LoadError as error:
                     self.last_crash = str(error)
+                    self.unexplained_ends += 1
                     early_ends += 1
             started_at = time.monotonic()
 
@@ -172,16 +209,18 @@ class ServedVersion:
         #: Samples of the evaluation that it answered as there before it took over.
         self.golden_samples = golden_samples
         self.tally = RequestTally()
-        self._crashes_before = host.crashes
+        #: Whether it may still be taken back.
+        self.is_watched = False
+        self._ends_before = host.unexplained_ends
 
     @property
     def version(self) -> int:
         return self.promotion.version
 
     @property
-    def crashes(self) -> int:
-        """Crashes since this version began."""
-        return self.host.crashes - self._crashes_before
+    def unexplained_ends(self) -> int:
+        """Ends of the process, since this version began, that no input explains."""
+        return self.host.unexplained_ends - self._ends_before
 
     def measure(self) -> RequestTally:
         """Return the tally with the process's memory as it is now."""
@@ -195,24 +234,63 @@ class ServedVersion:
     ) -> tuple[Tensor, ...]:
         """Return the outputs for some samples; wait ``patience_s`` for a process where none runs.
 
+        If the process ends while it computes them among others, it is asked again for them alone.
+
         Raises:
             OverloadedError, ClientDisconnected: see ``HostQueue.wait_turn``.
+            PoisonedInputError: the process ended on these samples, now or before.
             RequestRefused, ModelError, ProcessError: see ``ModelProcess.compute``.
         """
+        if samples in self.host.poisoned:
+            raise PoisonedInputError("the model's process ended on this input before; it is not tried again")
         queue = self.host.queue
         await queue.wait_turn(len(samples), is_disconnected)
+        wait_alone = None
+        try:
+            return await self._compute(samples, patience_s)
+        except ProcessError as error:
+            if not error.batch_size:
+                raise
+            if error.batch_size == 1:
+                raise self._poison(samples, error) from error
+            wait_alone = queue.line_up_suspect(len(samples))
+        finally:
+            queue.end_turn(len(samples))
+        return await self._predict_alone(samples, wait_alone)
+
+    async def _predict_alone(
+        self, samples: Sequence[Sample], wait_alone: Callable[[float], Awaitable[bool]]
+    ) -> tuple[Tensor, ...]:
+        patience_s = self.host.timeout_s
+        if not await wait_alone(patience_s):
+            raise ProcessError(f"its process does not run: {self.host.last_crash}")
+        try:
+            return await self._compute(samples, patience_s)
+        except ProcessError as error:
+            if error.batch_size:
+                raise self._poison(samples, error) from error
+            raise
+        finally:
+            self.host.queue.end_turn(len(samples))
+
+    def _poison(self, samples: Sequence[Sample], error: ProcessError) -> PoisonedInputError:
+        self.host.poisoned.add(samples)
+        self.tally.errors += 1
+        self.tally.last_error = str(error)
+        return PoisonedInputError(f"the model's process ended on this input: {error}")
+
+    async def _compute(self, samples: Sequence[Sample], patience_s: float) -> tuple[Tensor, ...]:
         try:
             process = self.host.process or await self.host.wait_process(patience_s)
             prediction = await process.compute(samples, self.signature.labels)
-        except RequestRefused:
+        except RequestRefused as error:
             self.tally.refused += 1
+            self.tally.last_error = str(error)
             raise
-        except (ModelError, ProcessError) as error:
+        except ModelError as error:
             self.tally.errors += 1
             self.tally.last_error = str(error)
             raise
-        finally:
-            queue.end_turn(len(samples))
         self.tally.answered += 1
         # Of the work alone: how long a request waits depends on how many there are, not on the version.
         self.tally.latencies_s.append(prediction.seconds)

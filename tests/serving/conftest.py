@@ -126,6 +126,16 @@ class House:
             await asyncio.sleep(0.05)
         raise AssertionError(f"version {version} is neither deployed nor refused: {await self.models()}")
 
+    async def taken_back(self, version: int) -> ModelDeployFailed:
+        """Return why a version that was deployed is not served any more, once that is so."""
+        async with asyncio.timeout(PATIENCE_S):
+            async for batch in self.bus.follow("FACTS", ("model.sums.deploy_failed",)):
+                for message in batch:
+                    if message.event.version == version:
+                        assert isinstance(message.event, ModelDeployFailed)
+                        return message.event
+        raise AssertionError(f"version {version} is served")
+
     async def deploy(self, run_id: str, defect: str = "", **params: Any) -> ModelDeployed:
         """Promote and wait until it is served."""
         fact = await self.conclusion(await self.promote(run_id, defect, **params))

@@ -81,7 +81,7 @@ async def test_a_crash_of_the_process_fails_no_other_request(house: House) -> No
     await house.deploy("good")
     poison = await house.http.post("/predict", json=[{"a": 1e9, "b": 0, "c": 0, "d": 0}])
     assert poison.status_code == 500
-    assert "two processes did not answer" in poison.json()["error"]
+    assert "the model's process ended on this input" in poison.json()["error"]
     assert (await house.predict(*ROWS))["version"] == 1
 
 

@@ -1,4 +1,8 @@
-"""Whether a version that answers users does worse than the one before: by errors, latency and memory."""
+"""Whether a version that answers users does worse than the one before: by errors, latency and memory.
+
+Inputs differ from minute to minute, so errors count only in pairs: the version fails on an input, or refuses it, and
+the version before answers the same one.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,11 @@ class RequestTally:
     #: Requests whose input the model's code did not take.
     refused: int = 0
     last_error: str = ""
+    #: Of the requests that it failed on or refused: those that the version before was asked, and answered.
+    compared: int = 0
+    worse: int = 0
+    #: Of these, the ones on which its process ended.
+    worse_ends: int = 0
     latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     #: Resident bytes when it was loaded, and now.
     loaded_bytes: int = 0
@@ -39,30 +48,31 @@ class RequestTally:
 class WatchLimits:
     """From when on a version is taken back."""
 
+    #: Requests that the version before would have answered.
     max_error_share: float = 0.02
     #: Of the 99th percentile of the version before.
     max_latency_ratio: float = 3.0
     #: A latency below this is never too high.
     min_latency_s: float = 0.1
-    #: Refused inputs above those of the version before, as a share.
-    max_refused_share: float = 0.2
     max_growth_bytes: int = 512 * 2**20
-    #: Requests before errors, or latencies, are compared.
-    min_requests: int = 20
+    #: Pairs before errors, and answers before latencies, are compared.
+    min_worse: int = 3
     min_latencies: int = 100
 
 
 def find_regression(new: RequestTally, old: RequestTally | None, limits: WatchLimits) -> str:
     """Return why the new version must not go on, '' if it may."""
-    if new.total >= limits.min_requests or new.errors >= limits.min_requests * limits.max_error_share + 2:
-        share = new.errors / new.total
-        before = old.errors / old.total if old is not None and old.total else 0.0
-        if share > max(limits.max_error_share, 2 * before):
-            return f"{new.errors} of {new.total} requests failed ({share:.1%}); the last: {new.last_error}"
-    if old is not None and new.total >= limits.min_requests and old.total >= limits.min_requests:
-        refused, before = new.refused / new.total, old.refused / old.total
-        if refused > before + limits.max_refused_share:
-            return f"{refused:.0%} of the requests were refused as bad input, of the version before {before:.0%}"
+    if new.worse_ends:
+        return "its process ended on an input that the version before answers"
+    if new.worse >= limits.min_worse:
+        # Not every failure is compared: those that are stand for all.
+        failed = new.errors + new.refused
+        share = failed / new.total * new.worse / new.compared
+        if share > limits.max_error_share:
+            return (
+                f"{failed} of {new.total} requests failed or were refused; the version before answers {new.worse} of "
+                f"the {new.compared} that it was asked; the last: {new.last_error}"
+            )
     if old is not None and min(len(new.latencies_s), len(old.latencies_s)) >= limits.min_latencies:
         now_s, before_s = new.percentile_s(0.99), old.percentile_s(0.99)
         if now_s > max(limits.min_latency_s, limits.max_latency_ratio * before_s):

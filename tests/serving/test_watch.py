@@ -1,0 +1,105 @@
+"""The watch: a version is taken back for what it does worse than the one before, and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from contracts.events.model import ModelDeployFailed
+from loadtest.served_models import draw_rows
+from services.serving.core.watch import RequestTally, WatchLimits, find_regression
+from tests.serving.conftest import House
+
+ROWS = draw_rows(5, seed=17)
+LARGE = {"a": 1000, "b": 0, "c": 0, "d": 0}
+#: Beyond the embedding, so to speak: every version fails on it.
+BEYOND = {"a": 5e5, "b": 0, "c": 0, "d": 0}
+
+
+def tally(**fields: Any) -> RequestTally:
+    return RequestTally(last_error="why", **fields)
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        # 95% refused, and the version before never saw such input.
+        (tally(answered=1, refused=19), ""),
+        (tally(answered=1, errors=19, compared=19), ""),
+        (tally(answered=1, errors=2, compared=2, worse=2), ""),
+        (tally(answered=1000, errors=10, compared=10, worse=10), ""),
+        (tally(answered=100, errors=3, compared=3, worse=3), "3 of 103 requests failed or were refused"),
+        # Of a flood some are compared, and stand for the rest.
+        (tally(answered=100, refused=100, compared=20, worse=10), "answers 10 of the 20"),
+        (tally(answered=1000, refused=30, compared=30, worse=3), ""),
+        (tally(answered=1000, errors=1, compared=1, worse=1, worse_ends=1), "its process ended on an input"),
+    ],
+)
+def test_errors_count_where_the_version_before_answers(new: RequestTally, reason: str) -> None:
+    found = find_regression(new, tally(answered=1000), WatchLimits())
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+async def ask_until_taken_back(house: House, version: int, *rows: dict[str, Any]) -> tuple[ModelDeployFailed, set[int]]:
+    """Send requests until a version is taken back; return the fact, and the versions that answered."""
+    versions = set()
+    async with asyncio.timeout(120):
+        while True:
+            for _ in range(50):
+                versions.add((await house.predict(*rows))["version"])
+            if isinstance(fact := await house.conclusion(version), ModelDeployFailed):
+                return fact, versions
+
+
+@pytest.mark.shell
+async def test_bad_input_has_one_status_and_takes_no_version_back(house: House) -> None:
+    await house.deploy("r1")
+    statuses = {(await house.http.post("/predict", json=[BEYOND])).status_code}
+    await house.deploy("r2")
+    for number in range(25):
+        statuses.add((await house.http.post("/predict", json=[{**BEYOND, "b": number}])).status_code)
+    assert statuses == {422}
+    assert (await house.predict(ROWS[0]))["version"] == 2
+    primary = house.served.primary
+    assert primary is not None
+    assert primary.tally.compared
+    assert (primary.tally.worse, primary.is_watched) == (0, True)
+
+
+@pytest.mark.shell
+async def test_a_process_that_answers_nothing_any_more_is_at_fault_itself(house: House) -> None:
+    await house.deploy("r1", "raise for ever")
+    await house.predict(ROWS[0])
+    for row in (LARGE, ROWS[0]):
+        answer = await house.http.post("/predict", json=[row])
+        assert answer.status_code == 500
+        assert "device-side assert" in answer.json()["error"]
+
+
+@pytest.mark.shell
+async def test_errors_that_the_version_before_does_not_make_take_a_version_back(house: House) -> None:
+    await house.deploy("r1")
+    await house.deploy("r2", "raise on large")
+    fact, versions = await ask_until_taken_back(house, 2, LARGE)
+    assert (fact.stage, fact.serving_version, versions) == ("watch", 1, {1})
+    assert "index out of range" in fact.reason
+
+
+@pytest.mark.shell
+@pytest.mark.parametrize(
+    ("defect", "reason"), [("slow later", "99% of its answers take"), ("leak later", "its process has grown by")]
+)
+async def test_a_version_that_gets_worse_in_use_is_taken_back(start_house: Any, defect: str, reason: str) -> None:
+    house: House = await start_house(serving_max_growth_bytes=64 * 2**20)
+    await house.deploy("r1")
+    for _ in range(100):
+        await house.predict(ROWS[0])
+    await house.deploy("r2", defect)
+    fact, versions = await ask_until_taken_back(house, 2, ROWS[0])
+    assert (fact.stage, fact.serving_version) == ("watch", 1)
+    assert reason in fact.reason
+    assert 2 in versions
+    assert (await house.predict(ROWS[0]))["version"] == 1

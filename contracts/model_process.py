@@ -4,7 +4,8 @@ Serving listens on a Unix socket, starts the process with a ``ModelLaunch`` in T
 connects. Both send frames: the length of the header and of the body (``<II``), the header as JSON, the body.
 
 - ``ready`` (process -> serving): the model is loaded. ``targets`` names the columns that a request need not have.
-  ``failed``: it cannot be; ``error`` has the reason.
+  ``failed``: it cannot be; ``error`` has the reason, and ``is_host_error`` is true where that is the machine's and not
+  the model's: no memory, no disk space.
 - ``predict`` (serving -> process): samples as ``Task.decode`` takes them, with an ``id``. The reply has the same one:
   ``answer`` with tensors, ``refused`` with the problems of the samples, or ``error`` with what the model raised.
 - ``started`` (process -> serving): the computation of a batch begins; ``ids`` are its requests. Each part of a batch
@@ -15,6 +16,7 @@ connects. Both send frames: the length of the header and of the body (``<II``), 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import struct
@@ -49,6 +51,8 @@ ELEMENT_BYTES: Mapping[str, int] = {
     "FP64": 8,
 }
 BYTES = "BYTES"
+#: Errors of a machine without disk space, files, memory or a sound disk.
+HOST_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN})
 _LENGTHS = struct.Struct("<II")
 _ELEMENT = struct.Struct("<I")
 
@@ -67,6 +71,11 @@ class ModelLaunch(BaseModel):
     threads: int = Field(1, ge=1)
     #: auto: the first GPU where there is one.
     device: str = "auto"
+
+
+def is_host_error(error: BaseException) -> bool:
+    """Return whether an error says that the machine lacks something, whatever the model is."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in HOST_ERRNOS)
 
 
 @dataclass(frozen=True, slots=True)

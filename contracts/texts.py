@@ -274,6 +274,13 @@ def _deploy_failed(fact: model.ModelDeployFailed) -> str:
     return f"version {fact.version} (run {fact.run_id}) is not served ({fact.stage}): {fact.reason}; {left}"
 
 
+def _deploy_delayed(fact: model.ModelDeployDelayed) -> str:
+    return (
+        f"version {fact.version} (run {fact.run_id}) is not served yet ({fact.stage}): {fact.reason}; "
+        f"instance {fact.instance} tries again in {fact.retry_in_s:g} s"
+    )
+
+
 def _by(fact: model.ModelApproved | node.NodeDraining | node.NodeUndrained | capacity.PolicyAdopted) -> str:
     return f" by {fact.user}" if fact.user else ""
 
@@ -362,6 +369,7 @@ SENTENCES: dict[type[Any], Callable[[Any], str]] = {
     model.ModelPromoted: _promoted_model,
     model.ModelDeployed: _deployed,
     model.ModelDeployFailed: _deploy_failed,
+    model.ModelDeployDelayed: _deploy_delayed,
     model.ModelConfigured: lambda e: f"gates configured (version {e.version}){format_reason(e.reason)}",
     model.ModelApproved: _approved,
     model.ModelStaged: _staged_model,

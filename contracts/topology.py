@@ -272,7 +272,7 @@ SERVICES: dict[str, ServiceEvents] = {
     ),
     "tracking": ServiceEvents(publishes=_events(run="tracked"), follows=_events(run="progress")),
     "serving": ServiceEvents(
-        publishes=_events(model="deployed deploy_failed"),
+        publishes=_events(model="deployed deploy_failed deploy_delayed"),
         # A run that trains for a model says that a server is wanted soon.
         follows=_events(
             model="promoted deployed deploy_failed", run="accepted prepared completed evaluated checkpoint_committed"

@@ -37,6 +37,7 @@ CLASSES = ("low", "high")
 COLUMNS = ("a", "b", "c", "d")
 TASK = """
 import os
+import signal
 import time
 
 import torch
@@ -47,10 +48,13 @@ _grown = []
 
 
 class Sums(Task):
-    def __init__(self, defect="", width=4, wait_s=0.0):
+    def __init__(self, defect="", width=4, wait_s=0.0, marker=""):
         self.defect, self.width, self.wait_s = defect, width, wait_s
         if defect == "load":
             raise RuntimeError("the vocabulary is missing")
+        if defect == "killed once" and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
 
     def model(self):
         return torch.nn.Linear(self.width, len(self.classes))

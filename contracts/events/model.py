@@ -29,8 +29,8 @@ class ModelPromoted(ModelFact, fact="promoted", occurrence="version"):
     rollback: bool = False
 
 
-class ModelDeployed(ModelFact, fact="deployed", occurrence="version"):
-    """This version answers requests from now on, in place of ``replaced_version``."""
+class ModelDeployed(ModelFact, fact="deployed", occurrence="version/instance"):
+    """This version answers requests from now on, in place of ``replaced_version``, on one instance of serving."""
 
     version: int = Field(ge=1)
     run_id: Token
@@ -40,10 +40,12 @@ class ModelDeployed(ModelFact, fact="deployed", occurrence="version"):
     seconds: float
     #: Samples of the evaluation that it answered as it did there, before it answered a user.
     golden_samples: int = 0
+    #: '': an earlier version of serving, which did not tell its instances apart.
+    instance: str = ""
 
 
-class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version"):
-    """This version does not answer requests, or does no longer; the one before goes on."""
+class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version/instance"):
+    """This version does not answer requests of one instance, or does no longer; the one before goes on."""
 
     version: int = Field(ge=1)
     run_id: Token
@@ -52,6 +54,22 @@ class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version"):
     reason: str
     #: The version that answers; None: none does.
     serving_version: int | None = None
+    #: Other instances judge for themselves; '': an earlier version of serving, whose judgement is that of all.
+    instance: str = ""
+
+
+class ModelDeployDelayed(ModelFact, fact="deploy_delayed", occurrence="version/instance/attempt"):
+    """An instance cannot serve this version yet, for a reason of its host's; it tries again. Published once a cause."""
+
+    version: int = Field(ge=1)
+    run_id: Token
+    instance: str
+    #: Attempts so far.
+    attempt: int
+    #: As of ``deploy_failed``; host where that is not known.
+    stage: str
+    reason: str
+    retry_in_s: float
 
 
 class ModelConfigured(ModelFact, fact="configured", occurrence="version"):

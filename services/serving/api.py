@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ NDJSON = ("application/x-ndjson", "application/jsonl")
 VERSION_HEADER, RUN_HEADER, DIGEST_HEADER = "Trainbus-Version", "Trainbus-Run", "Trainbus-Digest"
 
 
-def build_api(router: Router, version: str, max_body_bytes: int) -> FastAPI:
-    """Return the application."""
+def build_api(router: Router, version: str, max_body_bytes: int, is_folded: Callable[[], bool]) -> FastAPI:
+    """Return the application. ``is_folded``: whether the log has been read, so that it is known what is served."""
     app = FastAPI(
         title="trainbus serving",
         version="1",
@@ -41,7 +41,7 @@ def build_api(router: Router, version: str, max_body_bytes: int) -> FastAPI:
         redoc_url=None,
     )
     _add_error_handlers(app)
-    app.include_router(_protocol_routes(router, version, max_body_bytes))
+    app.include_router(_protocol_routes(router, version, max_body_bytes, is_folded))
     app.include_router(_predict_routes(router, max_body_bytes))
     app.include_router(_page_routes(router))
     folder = Path(fastapi_offline.__file__).parent / "static"
@@ -85,7 +85,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 # -- the Open Inference Protocol ----------------------------------------------
 
 
-def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRouter:
+def _protocol_routes(router: Router, version: str, max_body_bytes: int, is_folded: Callable[[], bool]) -> APIRouter:
     api = APIRouter(prefix="/v2", include_in_schema=False)
 
     @api.get("")
@@ -98,7 +98,8 @@ def _protocol_routes(router: Router, version: str, max_body_bytes: int) -> APIRo
 
     @api.get("/health/ready")
     async def ready() -> JSONResponse:
-        good = all(each.primary is not None for each in router.models.values())
+        # Not that of the models: one that cannot be served would take all others out of a load balancer.
+        good = is_folded()
         return JSONResponse({"ready": good}, 200 if good else 503)
 
     @api.get("/models/{name}")

@@ -28,6 +28,7 @@ from services.serving.core.versions import FOLDED
 from services.serving.deployer import DeploymentParts, ModelDeployer
 from services.serving.early_refusal import AdmissionMiddleware, RefusingProtocol
 from services.serving.golden_samples import GoldenSamples
+from services.serving.instance_id import load_instance_id
 from services.serving.model_source import ModelSource
 from services.serving.process import INHERITED, PYTHON_ROOT
 from services.serving.router import Router
@@ -124,11 +125,12 @@ def build(settings: Settings) -> ServingService:
         warm_server=_warm_server(own),
         clock=service.bus.clock,
         publish=service.bus.publish,
+        instance=load_instance_id(own.data_dir.resolve()),
     )
     deployments = Deployments(service, parts)
     service.add_readiness_check("folded", lambda: deployments.is_folded)
     service.add_background_task(deployments.run)
-    _serve(service, own, router)
+    _serve(service, own, router, deployments)
     return service
 
 
@@ -139,7 +141,7 @@ def _warm_server(settings: ServingSettings) -> WarmServer:
     return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)
 
 
-def _serve(service: ServingService, settings: ServingSettings, router: Router) -> None:
+def _serve(service: ServingService, settings: ServingSettings, router: Router, deployments: Deployments) -> None:
     def report_port(port: int | None) -> None:
         service.serving_port = port
         if port is not None:
@@ -150,7 +152,8 @@ def _serve(service: ServingService, settings: ServingSettings, router: Router) -
             # objects that are made, half of the server's time goes there once some hundred requests wait.
             gc.set_threshold(*GC_THRESHOLDS)
 
-    api = build_api(router, importlib.metadata.version("trainbus"), settings.serving_max_body_bytes)
+    version, max_body_bytes = importlib.metadata.version("trainbus"), settings.serving_max_body_bytes
+    api = build_api(router, version, max_body_bytes, lambda: deployments.is_folded)
     serve_http(
         service,
         AdmissionMiddleware(api, router),

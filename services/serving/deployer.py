@@ -1,6 +1,7 @@
 """Brings one model to the version that the log wants: fetched, started, warmed up, compared, then flipped to.
 
 Whatever goes wrong on the way, the version that answers goes on, and ``deploy_failed`` has the stage and the reason.
+Where the host is at fault and not the version, ``deploy_delayed`` has them, and the deployment is tried again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import structlog
 
 from contracts.base import Fact
 from contracts.envelope import Envelope
-from contracts.events.model import ModelDeployed, ModelDeployFailed, ModelPromoted
+from contracts.events.model import ModelDeployDelayed, ModelDeployed, ModelDeployFailed, ModelPromoted
 from services.kit.bus import Message, TransientError
 from services.kit.clock import Clock
 from services.kit.concurrency import cancel_and_wait
@@ -26,7 +27,7 @@ from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
 from services.serving.golden_samples import GoldenSamples
 from services.serving.model_source import ModelSource
-from services.serving.process import ProcessError, ProcessLimits
+from services.serving.process import LoadError, ModelProcess, ProcessError, ProcessLimits
 from services.serving.router import Router, ServedModel
 from services.serving.settings import ServingSettings
 from services.serving.version import ServedVersion
@@ -43,6 +44,8 @@ WATCH_EVERY_S = 0.2
 MAX_UNEXPLAINED_ENDS = 3
 #: Seconds until a deployment that could not reach the object store or the bus is tried again.
 RETRY_S = 2.0
+#: Seconds until a deployment that failed for a reason of the host's is tried again; the last one repeats.
+HOST_RETRY_DELAYS_S = (2.0, 5.0, 15.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class DeploymentParts:
     warm_server: WarmServer
     clock: Clock
     publish: Callable[[Fact, Envelope], Awaitable[object]]
+    #: The id of this instance of serving.
+    instance: str
 
     @property
     def limits(self) -> ProcessLimits:
@@ -84,7 +89,7 @@ class ModelDeployer:
     """Deploys the versions of one model, one at a time."""
 
     def __init__(self, model: str, parts: DeploymentParts) -> None:
-        self.versions = ModelVersions()
+        self.versions = ModelVersions(parts.instance)
         self._parts = parts
         self._start = VersionStart(parts.settings, parts.source, parts.golden, parts.warm_server, parts.limits)
         self._served = parts.router.models.setdefault(model, ServedModel(model))
@@ -92,14 +97,19 @@ class ModelDeployer:
         self._news = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._drains: set[asyncio.Task[None]] = set()
+        #: Version -> attempts that failed for a reason of the host's; and the causes that were published.
+        self._delayed_attempts: dict[int, int] = {}
+        self._published_delays: set[tuple[int, str, str]] = set()
+        #: Facts are published in the order of what they say.
+        self._publishing = asyncio.Lock()
 
     # -- what is wanted -----------------------------------------------------
 
     def apply(self, message: Message[Fact]) -> None:
         """Fold a fact about this model."""
-        self.versions.apply(message.event)
+        stored_at = message.stored_at or self._parts.clock.now()
+        self.versions.apply(message.event, stored_at)
         if isinstance(message.event, ModelPromoted):
-            stored_at = message.stored_at or self._parts.clock.now()
             self._origins.setdefault(message.event.version, PromotionOrigin(message.envelope, stored_at))
         self._news.set()
 
@@ -135,15 +145,44 @@ class ModelDeployer:
         try:
             await self._deploy(wanted)
         except StageError as error:
-            await self._report_failure(wanted, error.stage, error.reason)
+            if await _is_host_failure(error.__cause__):
+                await self._delay(wanted, error.stage, error.reason)
+            else:
+                await self._report_failure(wanted, error.stage, error.reason)
         except TransientError as error:
             self._served.problem = f"version {wanted.version} waits: {error}"
             log.warning("deployment waits", model=wanted.model, version=wanted.version, reason=str(error))
             await asyncio.sleep(RETRY_S)
+        except (OSError, MemoryError) as error:
+            await self._delay(wanted, "host", f"{type(error).__name__}: {error}")
         except Exception as error:
             # A defect of serving itself must not end the house; it is a reason like any other.
             log.exception("deployment failed", model=wanted.model, version=wanted.version)
             await self._report_failure(wanted, "serving", f"{type(error).__name__}: {error}")
+
+    async def _delay(self, wanted: ModelPromoted, stage: str, reason: str) -> None:
+        """Wait before the next attempt; publish why, once a cause. The version is not judged."""
+        attempt = self._delayed_attempts[wanted.version] = self._delayed_attempts.get(wanted.version, 0) + 1
+        retry_in_s = HOST_RETRY_DELAYS_S[min(attempt, len(HOST_RETRY_DELAYS_S)) - 1]
+        self._served.problem = f"version {wanted.version} is not served yet ({stage}): {reason}"
+        log.warning("deployment delayed", model=wanted.model, version=wanted.version, stage=stage, reason=reason)
+        metrics.DEPLOY_DELAYS.labels(wanted.model, stage).inc()
+        cause = (wanted.version, stage, reason)
+        if cause not in self._published_delays:
+            fact = ModelDeployDelayed(
+                model=wanted.model,
+                version=wanted.version,
+                run_id=wanted.run_id,
+                instance=self._parts.instance,
+                attempt=attempt,
+                stage=stage,
+                reason=reason,
+                retry_in_s=retry_in_s,
+            )
+            with contextlib.suppress(TransientError):
+                await self._publish(fact, wanted)
+                self._published_delays.add(cause)
+        await asyncio.sleep(retry_in_s)
 
     # -- one deployment -----------------------------------------------------
 
@@ -164,8 +203,8 @@ class ModelDeployer:
                 self._drain(spare)
         served.problem = ""
         replaced = served.previous
+        await self._start_watch(version, replaced)
         await self._report_success(promotion, replaced, golden)
-        await self._watch_from_now(version, replaced)
 
     async def _reuse(self, promotion: ModelPromoted) -> ServedVersion | None:
         """Return the version of a process that runs already: a rollback, or the same checkpoint promoted again."""
@@ -192,22 +231,43 @@ class ModelDeployer:
 
     # -- after the flip -----------------------------------------------------
 
-    async def _watch_from_now(self, version: ServedVersion, replaced: ServedVersion | None) -> None:
+    async def _start_watch(self, version: ServedVersion, replaced: ServedVersion | None) -> None:
+        """Watch a version for the rest of its time, which began when it was deployed: after a restart it is shorter."""
         if self._watcher is not None:
             await cancel_and_wait(self._watcher)
-        version.is_watched = replaced is not None and self._parts.settings.serving_watch_s > 0
-        if replaced is not None and version.is_watched:
-            self._watcher = asyncio.create_task(self._watch(version, replaced))
+        watch_s = self._parts.settings.serving_watch_s
+        if (deployed_at := self.versions.deployed_here.get(version.version)) is not None:
+            watch_s -= (self._parts.clock.now() - deployed_at).total_seconds()
+        is_restart = replaced is None and deployed_at is not None
+        version.is_watched = watch_s > 0 and (replaced is not None or is_restart)
+        if version.is_watched:
+            self._watcher = asyncio.create_task(self._watch(version, replaced, time.monotonic() + watch_s))
 
-    async def _watch(self, version: ServedVersion, replaced: ServedVersion) -> None:
+    async def _watch(self, version: ServedVersion, replaced: ServedVersion | None, deadline: float) -> None:
         """Take the version back where it does worse than the one before."""
-        deadline = time.monotonic() + self._parts.settings.serving_watch_s
-        while time.monotonic() < deadline and self._served.primary is version:
+        replaced = replaced or await self._start_replaced(version)
+        while replaced is not None and time.monotonic() < deadline and self._served.primary is version:
             if reason := self._find_regression(version, replaced):
                 await self._take_back(version, replaced, reason)
                 return
             await asyncio.sleep(WATCH_EVERY_S)
         version.is_watched = False
+
+    async def _start_replaced(self, version: ServedVersion) -> ServedVersion | None:
+        """Start the version before again, after a restart of the service; None where there is none."""
+        promotion = self.versions.find_before(version.version)
+        if promotion is None:
+            return None
+        try:
+            replaced, _ = await self._start.run(promotion)
+        except (StageError, TransientError, OSError) as error:
+            log.warning("the version before does not start", model=promotion.model, reason=str(error))
+            return None
+        if self._served.primary is not version or self._served.previous is not None:
+            await replaced.host.stop()
+            return None
+        self._served.previous = replaced
+        return replaced
 
     def _find_regression(self, version: ServedVersion, other: ServedVersion | None) -> str:
         if version.unexplained_ends >= MAX_UNEXPLAINED_ENDS:
@@ -230,7 +290,7 @@ class ModelDeployer:
         seconds = max(0.0, (self._parts.clock.now() - origin.stored_at).total_seconds())
         self._measure()
         log.info("deployed", model=promotion.model, version=promotion.version, run_id=promotion.run_id)
-        if promotion.version in self.versions.deployed:
+        if promotion.version in self.versions.deployed_here:
             return  # after a restart
         metrics.DEPLOYED.labels(promotion.model).inc()
         metrics.DEPLOY_SECONDS.observe(seconds)
@@ -241,9 +301,10 @@ class ModelDeployer:
             replaced_version=replaced.version if replaced is not None else None,
             seconds=round(seconds, 3),
             golden_samples=golden,
+            instance=self._parts.instance,
         )
-        self.versions.apply(fact)
-        await self._parts.publish(fact, origin.envelope)
+        self.versions.apply(fact, self._parts.clock.now())
+        await self._publish(fact, promotion)
 
     async def _report_failure(self, promotion: ModelPromoted, stage: str, reason: str) -> None:
         primary = self._served.primary
@@ -254,14 +315,19 @@ class ModelDeployer:
             stage=stage,
             reason=reason,
             serving_version=primary.version if primary is not None else None,
+            instance=self._parts.instance,
         )
         metrics.DEPLOY_FAILURES.labels(promotion.model, stage).inc()
         log.warning("not deployed", model=promotion.model, version=promotion.version, stage=stage, reason=reason)
         self._served.problem = f"version {promotion.version} is not served ({stage}): {reason}"
-        self.versions.apply(fact)
+        self.versions.apply(fact, self._parts.clock.now())
         self._news.set()
         self._measure()
-        await self._parts.publish(fact, self._origins[promotion.version].envelope)
+        await self._publish(fact, promotion)
+
+    async def _publish(self, fact: Fact, promotion: ModelPromoted) -> None:
+        async with self._publishing:
+            await self._parts.publish(fact, self._origins[promotion.version].envelope)
 
     def _measure(self) -> None:
         served, champion = self._served, self.versions.champion
@@ -288,3 +354,14 @@ class ModelDeployer:
         await cancel_and_wait(*self._drains)
         for each in self._served.versions():
             await each.host.stop()
+
+
+async def _is_host_failure(error: BaseException | None) -> bool:
+    """Return whether a process failed for a reason of the host's."""
+    match error:
+        case LoadError():
+            return error.is_host_error
+        case ProcessError(process=ModelProcess() as process):
+            return await process.was_killed()
+        case _:
+            return False

@@ -21,6 +21,11 @@ DEPLOYED = Counter("trainbus_serving_deployed_total", "Versions that took over, 
 DEPLOY_FAILURES = Counter(
     "trainbus_serving_deploy_failures_total", "Versions that did not take over, by model and stage.", ["model", "stage"]
 )
+DEPLOY_DELAYS = Counter(
+    "trainbus_serving_deploy_delays_total",
+    "Attempts to deploy that failed for a reason of the host's, by model and stage.",
+    ["model", "stage"],
+)
 DEPLOY_SECONDS = Histogram(
     "trainbus_serving_deploy_seconds",
     "Seconds from a promotion to the first answer of the new version.",

@@ -40,6 +40,8 @@ log = structlog.get_logger(__name__)
 PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
 #: The variables that a model process inherits. No other one can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+#: The exit code of a process is known a moment after it has ended: how often to look for it, and how many times.
+EXIT_CODE_EVERY_S, EXIT_CODE_LOOKS = 0.02, 100
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _numbers = itertools.count(1)
 
@@ -48,11 +50,12 @@ class ProcessError(Exception):
     """The process did not answer: it has ended, or was ended because it was late.
 
     ``batch_size``: requests in the batch that it computed for this one; 0: it had not begun with this one.
+    ``process``: the one that ended.
     """
 
-    def __init__(self, reason: str, batch_size: int = 0) -> None:
+    def __init__(self, reason: str, batch_size: int = 0, process: ModelProcess | None = None) -> None:
         super().__init__(reason)
-        self.batch_size = batch_size
+        self.batch_size, self.process = batch_size, process
 
 
 class ModelError(Exception):
@@ -60,7 +63,11 @@ class ModelError(Exception):
 
 
 class LoadError(Exception):
-    """The process could not load its model; the text says why."""
+    """The process could not load its model; the text says why. ``is_host_error``: the machine is at fault."""
+
+    def __init__(self, reason: str, *, is_host_error: bool = False) -> None:
+        super().__init__(reason)
+        self.is_host_error = is_host_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,9 @@ class ModelProcess(asyncio.Protocol):
         #: Columns of a row that a request need not have.
         self.targets: tuple[str, ...] = ()
         self.ended = asyncio.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._exit_file: Path | None = None
+        self._was_ended_here = False
         #: Whether it ended while it computed, which an input may explain, and whether it has answered anything.
         self.ended_in_batch = self.has_answered = False
         #: A sample that it has answered.
@@ -147,7 +157,6 @@ class ModelProcess(asyncio.Protocol):
         number = next(_numbers)
         path = socket_path(folder, f"p{os.getpid()}-{number}.sock")
         server = await asyncio.get_running_loop().create_unix_server(lambda: process, path)
-        child: subprocess.Popen[bytes] | None = None
         try:
             launch = ModelLaunch(
                 folder=folder,
@@ -157,22 +166,25 @@ class ModelProcess(asyncio.Protocol):
                 threads=limits.threads,
                 device=limits.device,
             )
+            process._exit_file = folder.with_name(f"{folder.name}.exit")
+            process._exit_file.unlink(missing_ok=True)
             log_file = folder.with_name(f"{folder.name}.log")
-            process.pid, child = await _spawn(launch, build_environment(environment), log_file, warm_server)
+            whole = build_environment(environment)
+            process.pid, process._child = await _spawn(launch, whole, log_file, process._exit_file, warm_server)
             priority.set_niceness(process.pid, niceness)
-            await process._wait_loaded(child)
+            await process._wait_loaded()
         except BaseException:
             process.kill("it was not ready")
             raise
         finally:
             server.close()
             path.unlink(missing_ok=True)
-            if child is not None:
-                reaper = asyncio.create_task(asyncio.to_thread(child.wait))
+            if process._child is not None:
+                reaper = asyncio.create_task(asyncio.to_thread(process._child.wait))
                 reaper.add_done_callback(lambda _: None)
         return process
 
-    async def _wait_loaded(self, child: subprocess.Popen[bytes] | None) -> None:
+    async def _wait_loaded(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._limits.load_timeout_s
         while True:
             left_s = deadline - asyncio.get_running_loop().time()
@@ -180,14 +192,35 @@ class ModelProcess(asyncio.Protocol):
             if done:
                 break
             if left_s <= 0:
-                raise LoadError(f"it has not loaded its model after {self._limits.load_timeout_s:g} s")
-            if self._transport is None and not _is_alive(self.pid, child):
-                raise LoadError("its process ended before it connected; see its log")
+                text = f"it has not loaded its model after {self._limits.load_timeout_s:g} s"
+                raise LoadError(text, is_host_error=True)
+            if self._transport is None and not _is_alive(self.pid, self._child):
+                text = "its process ended before it connected; see its log"
+                raise LoadError(text, is_host_error=await self.was_killed())
         frame = self._loaded.result()
         if frame.op != "ready":
-            raise LoadError(str(frame.header.get("error", "it cannot be loaded")))
+            is_host_error = bool(frame.header.get("is_host_error")) or await self.was_killed()
+            raise LoadError(str(frame.header.get("error", "it cannot be loaded")), is_host_error=is_host_error)
         self.classes = tuple(frame.header.get("classes", ()))
         self.targets = tuple(frame.header.get("targets", ()))
+
+    async def was_killed(self) -> bool:
+        """Return whether somebody else has killed it, as the kernel does when memory runs out."""
+        if self._was_ended_here:
+            return False
+        for _ in range(EXIT_CODE_LOOKS):
+            if (code := self._read_exit_code()) is not None:
+                return code == -signal.SIGKILL
+            await asyncio.sleep(EXIT_CODE_EVERY_S)
+        return False
+
+    def _read_exit_code(self) -> int | None:
+        if self._child is not None:
+            return self._child.poll()
+        try:
+            return int(self._exit_file.read_text()) if self._exit_file is not None else None
+        except (OSError, ValueError):
+            return None
 
     @property
     def is_alive(self) -> bool:
@@ -199,6 +232,7 @@ class ModelProcess(asyncio.Protocol):
         self._end(reason)
 
     def _end(self, reason: str) -> None:
+        self._was_ended_here = self._was_ended_here or not self.ended.is_set()
         if self.reason == "it has ended":
             self.reason = reason
         if self.pid:
@@ -344,7 +378,9 @@ class ModelProcess(asyncio.Protocol):
             self._watchdog.cancel()
         for request_id, future in list(self._replies.items()):
             if not future.done():
-                future.set_exception(ProcessError(self.reason, self._batch_size if request_id in self._batch else 0))
+                future.set_exception(
+                    ProcessError(self.reason, self._batch_size if request_id in self._batch else 0, self)
+                )
         if not self._loaded.done():
             self._loaded.set_result(Frame({"op": "failed", "error": "its process ended while it loaded the model"}))
         if self.pid:
@@ -367,19 +403,22 @@ def build_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _spawn(
-    launch: ModelLaunch, environment: Mapping[str, str], log_file: Path, warm_server: WarmServer | None
+    launch: ModelLaunch,
+    environment: Mapping[str, str],
+    log_file: Path,
+    exit_file: Path,
+    warm_server: WarmServer | None,
 ) -> tuple[int, subprocess.Popen[bytes] | None]:
     """Start a process in a group of its own, forked where a warm server is ready; return its pid."""
     whole = {**environment, MODEL_LAUNCH_VARIABLE: launch.model_dump_json()}
     if warm_server is not None and warm_server.is_ready:
         try:
-            exit_file = launch.folder.with_name(f"{launch.folder.name}.exit")
             pid = await warm_server.fork(
                 whole, _working_folder(launch.folder), log_file, exit_file, MODEL_PROCESS_MODULE
             )
             return pid, None
         except WarmServerTimeout as error:
-            raise LoadError(f"its process was not forked: {error}") from error
+            raise LoadError(f"its process was not forked: {error}", is_host_error=True) from error
         except WarmServerError as error:
             log.warning("the warm server cannot fork, starting cold", error=str(error))
     child = await asyncio.to_thread(_start_cold, launch, whole, log_file)

@@ -179,7 +179,7 @@ class ModelHost:
                 metrics.PROCESS_RESTARTS.labels(self._model).inc()
                 try:
                     await self._start_process()
-                except LoadError as error:
+                except (LoadError, OSError, MemoryError) as error:
                     self.last_crash = str(error)
                     self.unexplained_ends += 1
                     early_ends += 1
@@ -191,7 +191,7 @@ class ModelHost:
         log.warning("model process has grown too much and is replaced", model=self._model, pid=process.pid)
         try:
             await self._start_process()
-        except LoadError as error:
+        except (LoadError, OSError, MemoryError) as error:
             log.warning("no other model process starts", model=self._model, error=str(error))
             return
         metrics.PROCESS_RESTARTS.labels(self._model).inc()

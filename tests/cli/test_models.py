@@ -11,7 +11,7 @@ import pytest
 from contracts.spec.gates import ModelGates, SliceGate
 from trainbus.client.errors import UsageError
 from trainbus.client.models import ModelRecord, ModelVersion, change_gates, find_unmeasured
-from trainbus.commands.models import format_version_reason, print_models
+from trainbus.commands.models import format_version_reason, print_models, print_served
 
 CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = {
     "set": (ModelGates(), ["confidence=0.95", "approval=true"], [], ModelGates(confidence=0.95, approval=True)),
@@ -69,6 +69,13 @@ def test_the_champion_is_among_the_aliases_and_has_the_metrics_that_there_are(
     shown = " ".join(capsys.readouterr().out.split())
     assert "champion=v2, staging=v1" in shown
     assert "validation/accuracy 0.9 (training)" in shown
+
+
+def test_show_says_which_version_answers_and_why_it_is_not_the_champion(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = "version 2 is not served (watch): 3 of 9 requests failed"
+    print_served(ModelRecord("digits", [version(1), version(2)], served_version=1, serving_problem=problem))
+    print_served(ModelRecord("digits", [version(1)]))
+    assert capsys.readouterr().out == f"version 1 answers; {problem}\n"
 
 
 #: Whether a version is a rollback, and the reason of its fact -> what is printed.

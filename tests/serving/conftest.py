@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -32,6 +32,7 @@ from services.serving.settings import ServingSettings
 from services.serving.version import ModelHost
 
 PATIENCE_S = 90.0
+AnyFact = TypeVar("AnyFact")
 
 
 class SharedWarmServer(WarmServer):
@@ -136,6 +137,11 @@ class House:
                         return message.event
         raise AssertionError(f"version {version} is served")
 
+    async def find_facts(self, kind: type[AnyFact]) -> list[AnyFact]:
+        """Return the facts of one kind about the model."""
+        history = await self.bus.read_history("model.sums.*")
+        return [each.event for each in history if isinstance(each.event, kind)]
+
     async def deploy(self, run_id: str, defect: str = "", **params: Any) -> ModelDeployed:
         """Promote and wait until it is served."""
         fact = await self.conclusion(await self.promote(run_id, defect, **params))
@@ -143,9 +149,9 @@ class House:
         return fact
 
     async def wait_ready(self) -> None:
-        """Wait until every model is served."""
+        """Wait until the model is served."""
         for _ in range(int(PATIENCE_S / 0.05)):
-            if (await self.http.get("/v2/health/ready")).status_code == 200:
+            if (await self.http.get("/v2/models/sums/ready")).status_code == 200:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(await self.models())

@@ -10,7 +10,7 @@ import pytest
 from contracts.events.model import ModelDeployFailed
 from loadtest.served_models import draw_rows
 from services.serving.core.watch import RequestTally, WatchLimits, find_regression
-from tests.serving.conftest import House
+from tests.serving.conftest import House, wait_until
 
 ROWS = draw_rows(5, seed=17)
 LARGE = {"a": 1000, "b": 0, "c": 0, "d": 0}
@@ -103,3 +103,17 @@ async def test_a_version_that_gets_worse_in_use_is_taken_back(start_house: Any, 
     assert reason in fact.reason
     assert 2 in versions
     assert (await house.predict(ROWS[0]))["version"] == 1
+
+
+@pytest.mark.shell
+async def test_the_watch_goes_on_after_a_restart(start_house: Any) -> None:
+    house: House = await start_house()
+    await house.deploy("r1")
+    await house.deploy("r2", "raise on large")
+    await start_house.stop_all()
+    again: House = await start_house()
+    await again.wait_ready()
+    assert (await again.predict(ROWS[0]))["version"] == 2
+    await wait_until(lambda: again.served.previous, "the version before runs again")
+    fact, versions = await ask_until_taken_back(again, 2, LARGE)
+    assert (fact.stage, fact.serving_version, versions) == ("watch", 1, {1})

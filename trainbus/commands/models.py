@@ -148,8 +148,18 @@ async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
             render.ago(each.promoted_at, now),
         )
     render.console().print(table)
+    print_served(record)
     _print_gates(record)
     _print_pending(record)
+
+
+def print_served(record: ModelRecord) -> None:
+    """Print which version answers, and why that is not the champion, where it is another one."""
+    if record.served_version is None and not record.serving_problem:
+        return
+    served = "no version" if record.served_version is None else f"version {record.served_version}"
+    reason = f"; [yellow]{render.escape(record.serving_problem)}[/]" if record.serving_problem else ""
+    render.console().print(f"{served} answers{reason}", soft_wrap=True)
 
 
 def _print_gates(record: ModelRecord) -> None:

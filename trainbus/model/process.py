@@ -29,6 +29,7 @@ from contracts.model_process import (
     encode_answer,
     encode_frame,
     encode_started,
+    is_host_error,
 )
 from trainbus.model.predictor import InputError, Predictor
 from trainbus.model.task_predictor import TaskPredictor
@@ -159,7 +160,8 @@ def main() -> NoReturn:
         predictor = load_predictor(launch)
     except BaseException as error:  # a SystemExit of the user's module, too
         traceback.print_exc()
-        link.sendall(encode_frame({"op": "failed", "error": describe(error)[:MAX_ERROR_CHARS]}))
+        text = describe(error)[:MAX_ERROR_CHARS]
+        link.sendall(encode_frame({"op": "failed", "error": text, "is_host_error": is_host_error(error)}))
         os._exit(1)
     names = {"classes": list(predictor.classes), "targets": list(predictor.targets)}
     link.sendall(encode_frame({"op": "ready", "pid": os.getpid(), **names}))

@@ -56,8 +56,8 @@ def sha256(content: bytes) -> str:
 class StoredFiles:
     """The objects and facts of a run, as the services leave them."""
 
-    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
-        self.bus, self.objects, self.settings = bus, objects, settings
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, run_id: str = RUN) -> None:
+        self.bus, self.objects, self.settings, self.run_id = bus, objects, settings, run_id
 
     async def put(self, bucket: str, key: str, content: bytes) -> str:
         uri = f"s3://{bucket}/{key}"
@@ -65,9 +65,9 @@ class StoredFiles:
         return uri
 
     async def accept(self, spec: RunSpec = SCRIPT) -> None:
-        await self.bus.publish(RunAccepted(run_id=RUN, spec=spec, request_id="e1", request_source="test"))
-        await self.bus.publish(RunQueued(run_id=RUN, next_generation=1))
-        await self.bus.publish(placed(1, "n1").model_copy(update={"spec": spec}))
+        await self.bus.publish(RunAccepted(run_id=self.run_id, spec=spec, request_id="e1", request_source="test"))
+        await self.bus.publish(RunQueued(run_id=self.run_id, next_generation=1))
+        await self.bus.publish(placed(1, "n1", run_id=self.run_id).model_copy(update={"spec": spec}))
 
     async def commit(self, step: int, files: dict[str, bytes], metrics: dict[str, float], generation: int = 1) -> str:
         """Store the files in pieces, commit them and return the manifest's address."""
@@ -81,10 +81,10 @@ class StoredFiles:
                 chunks.append(Chunk(sha256=name, size_bytes=len(part), uri=uri))
             listed.append(CheckpointFile(path=path, sha256=sha256(content), size_bytes=len(content), chunks=chunks))
         manifest = canonical_json({"files": [file.model_dump(mode="json") for file in listed]})
-        key = f"default/{RUN}/checkpoints/epoch_1/step_{step:08d}.g{generation}.json"
+        key = f"default/{self.run_id}/checkpoints/epoch_1/step_{step:08d}.g{generation}.json"
         uri = await self.put(self.settings.bucket_models, key, manifest)
         fact = CheckpointCommitted(
-            run_id=RUN,
+            run_id=self.run_id,
             generation=generation,
             checkpoint=CheckpointRef(uri=uri, step=step, epoch=1, samples_consumed=0),
             size_bytes=sum(map(len, files.values())),
@@ -102,7 +102,7 @@ class StoredFiles:
         return tuple(listed)
 
     async def complete(self, artifacts: dict[str, bytes]) -> None:
-        end = RunCompleted(run_id=RUN, generation=1, artifacts=await self.put_artifacts(artifacts))
+        end = RunCompleted(run_id=self.run_id, generation=1, artifacts=await self.put_artifacts(artifacts))
         for fact in supported(end):
             await self.bus.publish(fact)
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from contracts.base import run_id_for
 from contracts.datasets import dataset_uri, shard_uri
+from contracts.envelope import MESSAGE_ID_HEADER, Envelope
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunPrepared
+from contracts.events.train import TrainRequested
 from contracts.spec.run import Code, RunSpec
+from services.kit.bus import Bus
+from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 from tests.cli.test_datasets import Made, record
 from tests.gateway.conftest import RUN, Running
 from tests.gateway.test_files import StoredFiles, client, gateway, sha256, stored  # noqa: F401 - the fixtures
 from tests.kit.support import until
 from trainbus import AsyncClient, TrainbusError
+from trainbus.client.errors import StackUnreachableError
 from trainbus.commands import checkpoints
 from trainbus.commands.trace import trace
 
@@ -121,3 +132,162 @@ async def test_a_model_is_traced_to_its_sources(
     bad = dict.fromkeys(("checkpoint", "code", "dataset", "sources"), False)
     del whole["weights"]
     assert await verified() == whole | bad
+
+
+class AnsweringServer(ThreadingHTTPServer):
+    """A serving server that says of itself what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), AnsweringHandler)
+        #: Path -> headers of the answer.
+        self.answers: dict[str, dict[str, str]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class AnsweringHandler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, AnsweringServer)
+        headers = self.server.answers.get(self.path)
+        self.send_response(404 if headers is None else 200)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def serving() -> Iterator[AnsweringServer]:
+    with AnsweringServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class TracedModel:
+    """A promoted version with every link of its chain, which a test changes one byte of."""
+
+    SOURCE, REQUEST_ID = "test", "e1"
+
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
+        self.bus, self.objects, self.settings = bus, objects, settings
+        self.run_id = run_id_for(self.SOURCE, self.REQUEST_ID)
+        #: Link -> the objects that it consists of.
+        self.objects_of: dict[str, str] = {}
+
+    async def publish(self) -> dict[str, str]:
+        """Publish and store everything; return what a server says that has loaded the weights."""
+        files, objects = StoredFiles(self.bus, self.objects, self.settings, self.run_id), self.objects
+        lake = f"s3://{self.settings.bucket_lake}/digits"
+        for name in "ab":
+            await objects.put(f"{lake}/{name}", name.encode())
+        records: Any = [
+            {**record(name), "uri": f"{lake}/{name}", "etag": (await objects.head(f"{lake}/{name}")).etag}
+            for name in "ab"
+        ]
+        made = Made(self.settings.bucket_datasets, records, source=lake)
+        await made.store(objects)
+        code = Code(uri=await files.put(self.settings.bucket_code, "c.tar.gz", b"code"), sha256=sha256(b"code"))
+        request = TrainRequested.model_validate({"name": "mine", "command": ["true"], "code": code.model_dump()})
+        envelope = Envelope(self.REQUEST_ID, self.SOURCE, request.type, datetime(2026, 1, 1, tzinfo=UTC))
+        await self.bus.publish_event(request, request.subject, envelope)
+        await files.accept(request.run_spec)
+        contents = {"model-0.safetensors": b"weights", "artifacts/labels.json": b"labels"}
+        uri = await files.commit(10, contents, {"loss": 1.0})
+        manifest = dataset_uri(made.bucket, made.dataset_id)
+        prepared = RunPrepared(run_id=self.run_id, dataset_id=made.dataset_id, manifest_uri=manifest, train_samples=2)
+        promotion = ModelPromoted(model="digits", version=1, run_id=self.run_id, checkpoint_uri=uri)
+        for fact in (made.ingested("i1"), made.sharded("i1"), prepared, promotion):
+            await self.bus.publish(fact)
+        blobs = f"s3://{self.settings.bucket_models}/blobs/sha256"
+        self.objects_of = {
+            "manifest": uri,
+            "weights blob": f"{blobs}/{sha256(b'weights')[:2]}/{sha256(b'weights')}",
+            "artifact": f"{blobs}/{sha256(b'labels')[:2]}/{sha256(b'labels')}",
+            "code package": code.uri,
+            "dataset manifest": manifest,
+            "shard": shard_uri(made.bucket, made.manifest.splits["train"].shards[0].sha256),
+            "source object": f"{lake}/b",
+        }
+        digest = sha256(await objects.get(uri))
+        return {"Trainbus-Version": "1", "Trainbus-Run": self.run_id, "Trainbus-Digest": digest}
+
+    async def replace_request(self, old: bytes, new: bytes) -> None:
+        """Put another body in the place of the stored request's, as nobody can who only publishes."""
+        jetstream = self.bus.js
+        message = await jetstream.get_last_msg("REQUESTS", TrainRequested.subject_filter())
+        assert message.seq is not None
+        assert message.data is not None
+        assert message.headers is not None
+        await jetstream.delete_msg("REQUESTS", message.seq)
+        headers = {name: value for name, value in message.headers.items() if name != MESSAGE_ID_HEADER}
+        await jetstream.publish(TrainRequested.subject_filter(), message.data.replace(old, new), headers=headers)
+
+
+#: What one byte is changed of -> the link that is named.
+CHANGED_LINKS = {
+    "manifest": "checkpoint",
+    "weights blob": "weights",
+    "artifact": "artifacts",
+    "code package": "code",
+    "dataset manifest": "dataset",
+    "shard": "dataset",
+    "source object": "sources",
+}
+
+
+async def test_one_changed_byte_at_any_link_is_named(
+    bus: Bus,
+    client: AsyncClient,  # noqa: F811
+    objects: ObjectStore,
+    s3_settings: Settings,
+    serving: AnsweringServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = TracedModel(bus, objects, s3_settings)
+    headers = await model.publish()
+    serving.answers["/v2/models/digits"] = headers
+
+    async def find_failed(target: str = "digits") -> set[str]:
+        code = await trace(client, target, serving.url, as_json=True)
+        links = json.loads(capsys.readouterr().out)["links"]
+        failed = {link["name"] for link in links if link["verified"] is False}
+        assert code == bool(failed)
+        return failed
+
+    assert await find_failed() == set()
+    for what, link in CHANGED_LINKS.items():
+        content = await objects.get(model.objects_of[what])
+        bucket, key = split_uri(model.objects_of[what])
+        # Around the store's own check: a blob's name is its hash.
+        await objects._client.put_object(Bucket=bucket, Key=key, Body=content[:-1] + bytes([content[-1] ^ 1]))
+        assert link in await find_failed(), what
+        await objects.put(model.objects_of[what], content)
+        assert await find_failed() == set(), what
+    for name, value in headers.items():
+        serving.answers["/v2/models/digits"] = headers | {name: value[:-1] + chr(ord(value[-1]) ^ 1)}
+        assert await find_failed() == {"served"}, name
+    # A version that answers nothing, and a server that says nothing of itself.
+    assert await find_failed("digits@1") == {"served"}
+    serving.answers["/v2/models/digits"] = {}
+    assert await find_failed() == set()
+    await model.replace_request(b'"mine"', b'"mind"')
+    assert await find_failed() == {"request"}
+
+
+async def test_a_server_that_must_answer_and_does_not(
+    bus: Bus,
+    client: AsyncClient,  # noqa: F811
+    objects: ObjectStore,
+    s3_settings: Settings,
+) -> None:
+    await TracedModel(bus, objects, s3_settings).publish()
+    with pytest.raises(StackUnreachableError, match=r"the serving server at http://127\.0\.0\.1:1 does not answer"):
+        await trace(client, "digits", "http://127.0.0.1:1", as_json=True)

@@ -1,4 +1,4 @@
-"""From a model's version back to where it came from: weights, run, request, code, dataset, sources; each verified."""
+"""From the weights that answer back to where they came from: version, checkpoint, run, code, data; each verified."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from contracts.base import run_id_for
 from contracts.events.run import RunAccepted, RunPrepared
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.formats import format_bytes, plural
+from contracts.manifest import artifacts_of, blobs_of_files
 from trainbus.client.address import StackAddress
-from trainbus.client.checkpoints import StoredCheckpoint, read_checkpoints
+from trainbus.client.checkpoints import LoadedCheckpoint, StoredCheckpoint, read_checkpoints
 from trainbus.client.connection import Connection, check_answer
 from trainbus.client.datasets import verify_datasets
 from trainbus.client.errors import NotFoundError, StackUnreachableError, TrainbusError
 from trainbus.client.gateway import open_gateway
-from trainbus.client.models import ModelVersion, find_model
+from trainbus.client.models import ModelRecord, ModelVersion, find_model
 from trainbus.client.run_files import open_file_source, read_manifest
+from trainbus.client.served_version import ServedVersion, read_served_version
 
 #: Files or objects that are named when they differ.
 MAX_NAMED = 3
@@ -38,23 +40,31 @@ class TraceLink:
 
 
 async def trace_model(
-    connection: Connection, address: StackAddress, target: str, advance: Advance
+    connection: Connection, address: StackAddress, target: str, advance: Advance, serving_url: str | None = None
 ) -> AsyncIterator[TraceLink]:
     """Yield the chain of MODEL or MODEL@VERSION, link by link, every byte of it read and compared.
 
-    ``advance`` gets (bytes read, all bytes) of the link that is verified.
+    Where a serving server is known, the chain begins with what it says that it has loaded. Of MODEL alone, the version
+    that answers there is traced; without a server the champion is.
+
+    Args:
+        advance: gets (bytes read, all bytes) of the link that is verified.
+        serving_url: of the serving server that must answer; None: the stack's, which need not serve the model.
 
     Raises:
         NotFoundError: there is no such model or version.
     """
     name, _, mark = target.partition("@")
-    version = (await find_model(connection, name)).find(mark)
-    yield TraceLink(
-        "version",
-        f"{name} version {version.version}, promoted {version.promoted_at:%Y-%m-%d %H:%M} UTC",
-        None,
-        version.reason,
-    )
+    record = await find_model(connection, name)
+    version: ModelVersion | None = record.find(mark)
+    if (url := serving_url or address.serving_url) is not None:
+        link, version = await _trace_served(connection, record, mark, url, must_answer=serving_url is not None)
+        yield link
+        if version is None:
+            return
+    assert version is not None
+    what = f"{name} version {version.version}, promoted {version.promoted_at:%Y-%m-%d %H:%M} UTC"
+    yield TraceLink("version", what, None, version.reason)
     async for link in _trace_checkpoint(connection, address, version, advance):
         yield link
     accepted = await connection.read_last(streams.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
@@ -67,6 +77,48 @@ async def trace_model(
     yield await _trace_code(address, version.run_id, spec.code)
     async for link in _trace_dataset(connection, version, advance):
         yield link
+
+
+async def _trace_served(
+    connection: Connection, record: ModelRecord, mark: str, url: str, *, must_answer: bool
+) -> tuple[TraceLink, ModelVersion | None]:
+    """Return what answers at a serving server, and the version to trace; None: the log does not have it."""
+    version = record.find(mark)
+    try:
+        served = await read_served_version(url, record.model, version.version if mark else None)
+    except StackUnreachableError as error:
+        if must_answer:
+            raise
+        return TraceLink("served", url, None, str(error)), version
+    if served is None:
+        what = f"{record.model} version {version.version}" if mark else record.model
+        return TraceLink("served", f"{url} does not serve {what}", False if must_answer else None), version
+    if not mark and served.version:
+        try:
+            version = record.find(served.version)
+        except NotFoundError as error:
+            return TraceLink("served", f"{url} answers with version {served.version}", False, str(error)), None
+    stored = (await read_checkpoints(connection, version.run_id)).get(version.checkpoint_uri)
+    return _compare_served(f"{url} answers", served, version, stored), version
+
+
+def _compare_served(
+    what: str, served: ServedVersion, version: ModelVersion, stored: StoredCheckpoint | None
+) -> TraceLink:
+    """Compare what a serving server says that it has loaded with what the log says of the version."""
+    if not served.version:
+        return TraceLink("served", what, None, "the server does not say what it has loaded: it is an earlier trainbus")
+    what = f"{what} with version {served.version} of run {served.run_id}, manifest {served.manifest_sha256[:16]}"
+    recorded = stored.commit.manifest_sha256 if stored is not None else None
+    pairs = {
+        "version": (served.version, str(version.version)),
+        "run": (served.run_id, version.run_id),
+        "manifest": (served.manifest_sha256, recorded if recorded is not None else served.manifest_sha256),
+    }
+    differing = [f"{name} {ours}, the log has {logged}" for name, (ours, logged) in pairs.items() if ours != logged]
+    if differing:
+        return TraceLink("served", what, False, f"it says {'; '.join(differing)}")
+    return TraceLink("served", what, None if recorded is None else True)
 
 
 async def _trace_checkpoint(
@@ -88,20 +140,29 @@ async def _trace_checkpoint(
     recorded = commit.manifest_sha256
     detail = f"{commit.checkpoint.point}, manifest {loaded.manifest_sha256[:16]}"
     yield TraceLink("checkpoint", version.checkpoint_uri, None if recorded is None else True, detail)
-    yield await _trace_weights(connection, stored, len(loaded.files), advance)
+    async for link in _trace_files(connection, loaded, advance):
+        yield link
 
 
-async def _trace_weights(connection: Connection, stored: StoredCheckpoint, files: int, advance: Advance) -> TraceLink:
+async def _trace_files(connection: Connection, loaded: LoadedCheckpoint, advance: Advance) -> AsyncIterator[TraceLink]:
+    """Compare each blob with its name: those of the Task's artifacts, then all others."""
+    stored = loaded.stored
     params = {"mark": stored.step, "generation": stored.commit.generation}
     path = f"/training-runs/{stored.commit.run_id}/checkpoints/verify"
     found = await connection.await_result(path, advance, params=params)
+    damaged = set(found["rotten"].get(stored.uri, ()))
+    repair = f"`trainbus checkpoints verify {stored.commit.run_id} --repair` looks for another copy"
+    artifacts = artifacts_of(loaded.files)
+    of_artifacts = {blob.uri for blob in blobs_of_files(artifacts.values())}
     digest = f", state {stored.commit.state_digest[:16]}" if stored.commit.state_digest else ""
-    what = f"{plural(files, 'file')}, {format_bytes(stored.commit.size_bytes)}{digest}"
-    damaged = found["rotten"].get(stored.uri)
-    if damaged:
-        repair = f"`trainbus checkpoints verify {stored.commit.run_id} --repair` looks for another copy"
-        return TraceLink("weights", what, False, f"{plural(len(damaged), 'blob')} missing or damaged: {repair}")
-    return TraceLink("weights", what, True)
+    weights = f"{plural(len(loaded.files), 'file')}, {format_bytes(stored.commit.size_bytes)}{digest}"
+    for name, what, broken in (
+        ("artifacts", ", ".join(sorted(artifacts)), damaged & of_artifacts),
+        ("weights", weights, damaged - of_artifacts),
+    ):
+        if what:
+            problem = f"{plural(len(broken), 'blob')} missing or damaged: {repair}" if broken else ""
+            yield TraceLink(name, what, not broken, problem)
 
 
 async def _trace_request(connection: Connection, accepted: RunAccepted) -> TraceLink:

@@ -1,4 +1,4 @@
-"""``trainbus trace``: from a model's weights back to checkpoint, run, request, code, dataset and sources."""
+"""``trainbus trace``: from the weights that answer back to checkpoint, run, request, code, dataset and sources."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ async def trace(
     target: Annotated[
         str, typer.Argument(metavar="MODEL[@VERSION]", help="A model; a version is a number or an alias.")
     ],
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="A serving server, whose answers are traced; default: the stack's, if it serves."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Trace a model's weights to where they came from, and verify every hash; exit code 1 if one differs."""
+    """Trace the weights that answer to where they came from, and verify every hash; exit code 1 if one differs."""
     from trainbus.client.trace import trace_model
 
     links = []
     with byte_bar("verifying", quiet=as_json) as advance:
-        async for link in trace_model(client.connection, client.address, target, advance):
+        async for link in trace_model(client.connection, client.address, target, advance, url):
             links.append(link)
             if not as_json:
                 detail = f" [dim]{render.escape(link.detail)}[/]" if link.detail else ""

@@ -420,6 +420,31 @@ async def test_dvc_pointer_names_the_stored_files(tmp_path: Path, objects: Objec
         assert (hashlib.md5(content).hexdigest(), len(content), "md5") == (out["md5"], out["size"], out["hash"])
 
 
+#: Files, and the MD5 under which ``dvc add`` of DVC 3.67.1 keeps each.
+DVC_3_67_1 = {
+    "model-0.safetensors": (b"weights\n", "fad624b28208abf62b4d0db65c04757b"),
+    "empty": (b"", "d41d8cd98f00b204e9800998ecf8427e"),
+    "rank0/dos.txt": (b"line one\r\nline two\r\n", "a775daabdb44c57a65eaadeef4edfe51"),
+    "rank0/nested/deep.bin": (b"deep", "6627415e807ee33c7302917216e7da68"),
+    "ünï code/größe.bin": (b"umlaut", "e4f7981a7e3b887516e863b95c969e50"),
+    "a\"b'c.txt": (b"quote", "7a674c327bfa07f7c1204fb38ca6ef3b"),
+    "x: y #z.txt": (b"yaml", "6eedc03a68a69933c763e674f2d7c42f"),
+    # DVC refused this name as two surrogates, in which JSON has it.
+    "📦/😀.bin": (b"emoji", "ba323c3f5b3f1b536461d41cc7f1ba60"),
+}
+
+
+async def test_the_hashes_and_names_are_those_of_dvc(
+    tmp_path: Path, objects: ObjectStore, s3_settings: Settings
+) -> None:
+    paths = {name: tmp_path / str(number) for number, name in enumerate(DVC_3_67_1)}
+    for name, (content, _) in DVC_3_67_1.items():
+        paths[name].write_bytes(content)
+    uri = await write_pointer(objects, s3_settings.bucket_models, "checkpoint.dvc", paths)
+    outs = yaml.safe_load(await objects.get(uri))["outs"]
+    assert {out["path"]: out["md5"] for out in outs} == {name: md5 for name, (_, md5) in DVC_3_67_1.items()}
+
+
 async def test_agent_sends_deltas_and_writes_dvc_pointers(world: World, agent: Any) -> None:
     """What the request asks for reaches the store: differences to the last committed checkpoint, and DVC's names."""
     await agent()

@@ -38,9 +38,20 @@ def pointer_content(outs: Iterable[tuple[str, str, int]]) -> bytes:
     """Return the ``.dvc`` file for (path, md5, bytes) of each file."""
     lines = ["outs:"]
     for path, md5, size_bytes in outs:
-        # Every JSON string is a YAML string.
-        lines += [f"- md5: {md5}", f"  size: {size_bytes}", "  hash: md5", f"  path: {json.dumps(path)}"]
+        lines += [f"- md5: {md5}", f"  size: {size_bytes}", "  hash: md5", f"  path: {_quote(path)}"]
     return ("\n".join(lines) + "\n").encode()
+
+
+def _quote(text: str) -> str:
+    """Return a text as YAML has it in double quotes: as JSON does, but for characters beyond 16 bits.
+
+    JSON escapes those as two surrogates, which YAML takes for two characters.
+    """
+    return '"' + "".join(_escape(each) for each in text) + '"'
+
+
+def _escape(character: str) -> str:
+    return json.dumps(character)[1:-1] if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
 
 
 def pointer_key(experiment: str, run_id: str, epoch: int, step: int, generation: int, node_id: str) -> str:

@@ -75,7 +75,10 @@ class ModelLaunch(BaseModel):
 
 def is_host_error(error: BaseException) -> bool:
     """Return whether an error says that the machine lacks something, whatever the model is."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in HOST_ERRNOS)
+    if isinstance(error, OSError):
+        return error.errno in HOST_ERRNOS
+    # torch's, of a GPU, is a RuntimeError.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,10 @@ def describe_served(model: ServedModel) -> dict[str, Any]:
         "run_id": primary.promotion.run_id if primary else None,
         "previous_version": previous.version if previous else None,
         "problem": model.problem,
+        "processes": [
+            {"version": each.version, "device": each.host.device, "memory_bytes": each.host.resident_bytes}
+            for each in model.versions()
+        ],
     }
     if primary is not None:
         tally = primary.tally

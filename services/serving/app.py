@@ -26,6 +26,7 @@ from services.serving.admission import ServerLoad
 from services.serving.api import build_api
 from services.serving.core.versions import FOLDED
 from services.serving.deployer import DeploymentParts, ModelDeployer
+from services.serving.devices import DevicePool
 from services.serving.early_refusal import AdmissionMiddleware, RefusingProtocol
 from services.serving.golden_samples import GoldenSamples
 from services.serving.instance_id import load_instance_id
@@ -123,6 +124,7 @@ def build(settings: Settings) -> ServingService:
             service.bus, objects, own.bucket_datasets, own.serving_golden_samples, folder.with_name("golden")
         ),
         warm_server=_warm_server(own),
+        devices=DevicePool(own.devices),
         clock=service.bus.clock,
         publish=service.bus.publish,
         instance=load_instance_id(own.data_dir.resolve()),

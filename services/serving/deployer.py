@@ -25,6 +25,7 @@ from services.kit.warm_server import WarmServer
 from services.serving import metrics
 from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
+from services.serving.devices import DevicePool
 from services.serving.golden_samples import GoldenSamples
 from services.serving.model_source import ModelSource
 from services.serving.process import LoadError, ModelProcess, ProcessError, ProcessLimits
@@ -65,6 +66,7 @@ class DeploymentParts:
     source: ModelSource
     golden: GoldenSamples
     warm_server: WarmServer
+    devices: DevicePool
     clock: Clock
     publish: Callable[[Fact, Envelope], Awaitable[object]]
     #: The id of this instance of serving.
@@ -91,8 +93,11 @@ class ModelDeployer:
     def __init__(self, model: str, parts: DeploymentParts) -> None:
         self.versions = ModelVersions(parts.instance)
         self._parts = parts
-        self._start = VersionStart(parts.settings, parts.source, parts.golden, parts.warm_server, parts.limits)
+        self._start = VersionStart(
+            parts.settings, parts.source, parts.golden, parts.warm_server, parts.limits, parts.devices
+        )
         self._served = parts.router.models.setdefault(model, ServedModel(model))
+        metrics.PROCESS_BYTES.labels(model).set_function(self._served.resident_bytes)
         self._origins: dict[int, PromotionOrigin] = {}
         self._news = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None

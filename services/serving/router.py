@@ -93,6 +93,10 @@ class ServedModel:
         """Return those that run and that a request may name."""
         return [each for each in (self.primary, self.previous) if each is not None]
 
+    def resident_bytes(self) -> int:
+        """Return the memory of the process that answers."""
+        return self.primary.host.resident_bytes if self.primary is not None else 0
+
     def flip(self, version: ServedVersion) -> ServedVersion | None:
         """Make a version the one that answers; return the one that is no longer needed."""
         if self.primary is not None and self.primary.host is version.host:

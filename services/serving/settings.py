@@ -20,7 +20,8 @@ class ServingSettings(Settings):
     #: Samples that a process predicts together, at most, and how long an incomplete batch waits for further requests.
     serving_max_batch: int = Field(32, ge=1)
     serving_max_delay_s: float = Field(0.0, ge=0, le=1)
-    #: Threads for arithmetic of each process, and its device (auto: the first GPU where there is one).
+    #: Threads for arithmetic of each process, and its device (auto: the first GPU where there is one). Of several,
+    #: separated by commas (``cuda:0,cuda:1``), a process gets the one that has the fewest.
     serving_threads: int = Field(1, ge=1)
     serving_device: str = "auto"
     #: Open requests of the server, above which further ones are answered 503; and the seconds that a request may wait
@@ -49,6 +50,11 @@ class ServingSettings(Settings):
     serving_watch_s: float = Field(120.0, ge=0)
     serving_max_error_share: float = Field(0.02, ge=0, le=1)
     serving_max_latency_ratio: float = Field(3.0, ge=1)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of model processes, by name."""
+        return tuple(filter(None, (name.strip() for name in self.serving_device.split(",")))) or ("auto",)
 
     @property
     def watch_limits(self) -> WatchLimits:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -21,6 +21,7 @@ from services.serving.core.poison import PoisonedInputs
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import Signature
 from services.serving.core.watch import RequestTally
+from services.serving.devices import DevicePool
 from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
 
 log = structlog.get_logger(__name__)
@@ -58,9 +59,11 @@ class ModelHost:
         limits: ProcessLimits,
         warm_server: WarmServer | None,
         max_growth_bytes: int,
+        devices: DevicePool,
     ) -> None:
         self.queue = HostQueue(model, limits.max_batch, limits.max_wait_s)
-        self._model, self.artifact, self._limits = model, artifact, limits
+        self._devices, self._has_device = devices, True
+        self._model, self.artifact, self._limits = model, artifact, replace(limits, device=devices.take())
         self._warm_server, self._max_growth_bytes = warm_server, max_growth_bytes
         self._process: ModelProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -85,6 +88,16 @@ class ModelHost:
         """Give the process the priority of one that answers."""
         if self._process is not None:
             priority.set_niceness(self._process.pid, priority.ANSWERING)
+
+    @property
+    def device(self) -> str:
+        """The device of its process, by name."""
+        return self._limits.device
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory of its process."""
+        return self._process.resident_bytes() if self._process is not None else 0
 
     @property
     def timeout_s(self) -> float:
@@ -147,6 +160,9 @@ class ModelHost:
             await cancel_and_wait(keeper)
         if self._process is not None:
             self._process.kill("it was stopped")
+        if self._has_device:
+            self._has_device = False
+            self._devices.give_back(self.device)
         self._changed.set()
 
     async def _start_process(self, niceness: int = priority.ANSWERING) -> None:

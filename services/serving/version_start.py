@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 
@@ -13,7 +14,7 @@ from contracts.events.model import ModelPromoted
 from contracts.model_process import Sample, Tensor
 from services.kit.model_folder import ModelFolderError
 from services.kit.warm_server import WarmServer
-from services.serving import priority
+from services.serving import memory, priority
 from services.serving.core.golden import GoldenSet, compare_answers, explain_mismatches
 from services.serving.core.problems import RequestRefused
 from services.serving.core.rows import outputs_to_rows, rows_to_samples, samples_to_rows
@@ -25,6 +26,7 @@ from services.serving.core.signature import (
     takes_samples,
     without_labels,
 )
+from services.serving.devices import DevicePool
 from services.serving.golden_samples import GoldenSamples
 from services.serving.mlflow_model import read_mlflow_model
 from services.serving.model_source import FetchedModel, ModelSource
@@ -60,6 +62,7 @@ class VersionStart:
     golden: GoldenSamples
     warm_server: WarmServer
     limits: ProcessLimits
+    devices: DevicePool
 
     async def run(self, promotion: ModelPromoted) -> tuple[ServedVersion, int]:
         """Return a version that has answered the golden set, and how many samples of it were compared.
@@ -76,14 +79,24 @@ class VersionStart:
         if await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S) and self.warm_server.pid is not None:
             # It does nothing but fork, which takes it a while and pages of memory.
             priority.set_niceness(self.warm_server.pid, priority.LOADING)
+        await asyncio.to_thread(_check_memory, fetched.folder)
         artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
         host = ModelHost(
-            promotion.model, artifact, self.limits, self.warm_server, self.settings.serving_max_growth_bytes
+            promotion.model,
+            artifact,
+            self.limits,
+            self.warm_server,
+            self.settings.serving_max_growth_bytes,
+            self.devices,
         )
         try:
             await host.start()
         except LoadError as error:
+            await host.stop()
             raise StageError("start", str(error)) from error
+        except BaseException:
+            await host.stop()
+            raise
         try:
             if host.process is not None:
                 signature = without_labels(signature, host.process.targets)
@@ -144,6 +157,18 @@ def _read_inputs(fetched: FetchedModel, golden: GoldenSet) -> tuple[Signature, M
     if golden.samples and takes_samples(signature, list(golden.samples.values())):
         return signature, golden.samples
     return signature, {f"example {number}": sample for number, sample in enumerate(example)}
+
+
+def _check_memory(folder: Path) -> None:
+    """Refuse to start a process for which there is no memory: the kernel would end one that answers as well as it.
+
+    Raises:
+        StageError: there is too little.
+    """
+    needed, available = memory.needed_bytes(folder), memory.available_bytes()
+    if needed > available:
+        text = f"its process asks for {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
+        raise StageError("memory", text) from LoadError(text, is_host_error=True)
 
 
 async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:

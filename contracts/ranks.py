@@ -29,6 +29,8 @@ from contracts.base import Sha256
 from contracts.events.run import CheckpointRef
 from contracts.spec.run import RunSpec
 
+#: The variables that a process with a user's code inherits of the service that starts it. No other one can leak.
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
 #: A folder of the rank's own: what lies in it is kept with the run, and lies in it again when the script starts anew.
 OUTPUT_DIR_VARIABLE = "TRAINBUS_OUTPUT_DIR"

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+from contracts.ranks import INHERITED
+from services.kit.packages.package_environment import PackageEnvironments
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.socket_files import socket_path
@@ -17,6 +19,7 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader
 from services.kit.warm_server import WarmServer
 from services.kit.workdir import Workdir
+from services.worker import metrics
 from services.worker.agent.agent import Agent
 from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.file_cache import FileCache
@@ -24,10 +27,9 @@ from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.checkpoints.survivor_state import SurvivorMemory, default_folder
-from services.worker.core.rank_environment import INHERITED, cache_variables
+from services.worker.core.rank_environment import cache_variables
 from services.worker.data_folders.data_folders import DataFolders
 from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
-from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.node.address import AddressFinder
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.home import find_cache_home
@@ -140,6 +142,7 @@ def _packages(settings: WorkerSettings, objects: ObjectStore) -> PackageEnvironm
         max_bytes=settings.packages_max_bytes,
         timeout_s=settings.packages_timeout_s,
         may_build=settings.packages_build,
+        count_lookup=lambda outcome: metrics.CACHE_LOOKUPS.labels(outcome).inc(),
     )
 
 

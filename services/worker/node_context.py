@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.kit.bus import Bus
+from services.kit.packages.package_environment import PackageEnvironments
 from services.kit.store.objects import ObjectStore
 from services.worker.agent.node_term import NodeTerm
 from services.worker.cache.node_cache import NodeCache
@@ -14,7 +15,6 @@ from services.worker.checkpoints.survivor_state import SurvivorMemory
 from services.worker.checkpoints.uploader import KnownBlobs
 from services.worker.data_folders.data_folders import DataFolders
 from services.worker.launch.executor import Executor
-from services.worker.launch.package_environment import PackageEnvironments
 from services.worker.node.address import AddressFinder
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import NodeInventory

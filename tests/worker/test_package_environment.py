@@ -13,10 +13,10 @@ import pytest
 
 from contracts.disk_space import DISK_FULL
 from contracts.spec.run import Packages
+from services.kit.packages.package_environment import PackageEnvironments, PackagesError, find_requirements
+from services.kit.packages.requirement_lock import explain_error, is_transient, parse_lock, redact
+from services.kit.packages.uv_process import has_no_index, installer_environment
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.worker.core.requirement_lock import explain_error, is_transient, parse_lock, redact
-from services.worker.launch.package_environment import PackageEnvironments, PackagesError, find_requirements
-from services.worker.launch.uv_process import has_no_index, installer_environment
 from tests.small_disk import file_system, fill
 from tests.worker.wheels import offline_environment, write_wheel
 

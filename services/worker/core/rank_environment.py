@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from contracts.events.run import Member, RunPlaced
 from contracts.ranks import (
     DATA_DIR_VARIABLE,
+    INHERITED,
     INIT_DIR_VARIABLE,
     JOURNAL_VARIABLE,
     LAUNCH_VARIABLE,
@@ -24,8 +25,6 @@ from contracts.ranks import (
 )
 from contracts.spec.run import RunSpec
 
-#: The variables that a rank inherits of the agent's environment. No other one can leak.
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 #: Device memory of a process without its tensors: CUDA's context, the libraries' kernels and workspaces.
 CONTEXT_BYTES = 2**30
 #: The longest value of an environment variable that every system takes; longer params are in ``launch.json`` alone.

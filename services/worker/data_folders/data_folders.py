@@ -15,6 +15,7 @@ import structlog
 
 from contracts.datasets import SPLITS
 from contracts.events.run import PreparedDataset
+from contracts.ranks import INHERITED
 from services.kit.bus import TransientError
 from services.kit.concurrency import run_in_thread
 from services.kit.workdir import Workdir
@@ -22,7 +23,6 @@ from services.worker import metrics
 from services.worker.cache.cached_trees import CachedTrees, DamagedTreeError, TreeRecord
 from services.worker.cache.node_cache import CacheError, CachePins, NodeCache
 from services.worker.core.plain_paths import EXIT_INVALID, FILE_TIME_S
-from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import PYTHON_ROOT
 
 log = structlog.get_logger(__name__)

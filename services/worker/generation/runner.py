@@ -24,6 +24,7 @@ from services.kit import telemetry
 from services.kit.bus import TransientError
 from services.kit.code_package import PackageError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
+from services.kit.packages.package_environment import PackagesError
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.late_input import LateInput
@@ -61,7 +62,6 @@ from services.worker.generation.reports import (
 from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
 from services.worker.launch.executor import PYTHON_ROOT, RankStartError, is_refused_by_exec
 from services.worker.launch.mlflow_plugin import find_mlflow_uri
-from services.worker.launch.package_environment import PackagesError
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
 from services.worker.node.inventory import find_mps_pipe

@@ -1,9 +1,10 @@
-"""The packages of a project, installed beside those of the node: resolved once, locked by hash, shared between runs.
+"""The packages of a project, installed beside those of the node: resolved once, locked by hash, shared.
 
 A project asks for packages in ``uv.lock``, ``requirements.txt`` or ``pyproject.toml``. The first node that runs it
 resolves them and puts the lock into the object store, named by everything that decides it; other nodes and later
 attempts install the same files. What the node has itself in a fitting version is not installed again. The rest lies in
-a folder named by the hash of its lock, which precedes the node's packages on the path of the ranks.
+a folder named by the hash of its lock, which precedes the node's packages on the path of the ranks and of the processes
+that serve a model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,8 @@ import structlog
 from contracts.project_paths import PROJECT_FILES, find_local_projects
 from contracts.spec.run import Packages
 from services.kit.concurrency import run_in_thread
-from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.files import is_inside
-from services.kit.store.objects import ObjectStore
-from services.worker import metrics
-from services.worker.core.requirement_lock import (
+from services.kit.packages.node_packages import OWN, TORCH, NodePackages, find_conflict, find_torch_conflict
+from services.kit.packages.requirement_lock import (
     FULL_DISK_SIGN,
     LockEntry,
     asks_for_packages,
@@ -45,9 +43,10 @@ from services.worker.core.requirement_lock import (
     redact,
     select_missing,
 )
-from services.worker.launch.node_packages import OWN, TORCH, NodePackages, find_conflict, find_torch_conflict
-from services.worker.launch.uv_process import InstallerTimeoutError, read_installer_environment, run_installer
-from services.worker.local_files import write_atomically
+from services.kit.packages.uv_process import InstallerTimeoutError, read_installer_environment, run_installer
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.files import is_inside
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -126,12 +125,20 @@ class PackageEnvironments:
         timeout_s: float,
         may_build: bool = True,
         environment: Mapping[str, str] | None = None,
+        count_lookup: Callable[[str], object] = lambda outcome: None,
     ) -> None:
-        """``environment``: with the settings of the package index; None: this process's own."""
+        """Make the environments.
+
+        Args:
+            runs_folder: its folders' folders are what uses the packages (``prepare``).
+            environment: with the settings of the package index; None: this process's own.
+            count_lookup: called with ``hit`` or ``miss`` whenever packages are wanted.
+        """
         self._folder, self._runs_folder = folder, runs_folder
         self._objects, self._bucket = objects, bucket
         self._max_bytes, self._timeout_s, self._may_build = max_bytes, timeout_s, may_build
         self._environment = os.environ if environment is None else environment
+        self._count_lookup = count_lookup
         self._locks: dict[str, asyncio.Lock] = {}
         #: Held while packages are linked or evicted: none is evicted that a generation is about to use.
         self._links = asyncio.Lock()
@@ -139,7 +146,7 @@ class PackageEnvironments:
     async def prepare(self, code: Path, generation: Path, asked: Packages, *, is_task: bool) -> Path | None:
         """Install what the project in ``code`` asks for; return the folder, None if the node has everything.
 
-        ``generation``: the folder of the generation that uses it, until it is done.
+        ``generation``: the folder of the generation, or the model, that uses it, until it is done or removed.
 
         Raises:
             PackagesError: the packages cannot be had.
@@ -188,7 +195,7 @@ class PackageEnvironments:
         except ObjectNotFound:
             entries = await self._resolve(requirements, node, code, has_torch, is_task)
             text = await self._store_lock(uri, format_lock(entries))
-        write_atomically(path, text)
+        _write_whole(path, text)
         return parse_lock(text)
 
     async def _store_lock(self, uri: str, text: str) -> str:
@@ -283,9 +290,9 @@ class PackageEnvironments:
             _replace_link(link, folder)
             if folder.is_dir():
                 os.utime(folder)
-                metrics.CACHE_LOOKUPS.labels("hit").inc()
+                self._count_lookup("hit")
                 return folder
-        metrics.CACHE_LOOKUPS.labels("miss").inc()
+        self._count_lookup("miss")
         await self._install(folder, lock, entries, requirements, node, code)
         async with self._links:
             await run_in_thread(self._evict)
@@ -432,6 +439,13 @@ def _read_included(folder: Path, name: str, files: dict[str, str]) -> None:
         if "://" in included:
             raise PackagesError(f"{name} includes {redact(included)}: copy that file into the project")
         _read_included(folder, os.path.normpath(os.path.join(os.path.dirname(name), included)), files)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _replace_link(link: Path, target: Path) -> None:

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import uv
 
+from contracts.ranks import INHERITED
 from services.kit.concurrency import run_in_thread
-from services.worker.core.rank_environment import INHERITED
 
 #: Variables that uv or a build reads, beside those that start with ``UV_``. Nothing else of the agent reaches it.
 NETWORK_VARIABLES = (

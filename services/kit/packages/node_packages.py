@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from services.worker.core.requirement_lock import normalise_name
+from services.kit.packages.requirement_lock import normalise_name
 
 TORCH = "torch"
 #: The distribution whose requirements its ranks have.

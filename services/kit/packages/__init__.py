@@ -1,0 +1,1 @@
+"""The packages that projects ask for, installed beside those of this machine."""

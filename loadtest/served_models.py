@@ -249,6 +249,10 @@ class ModelStore:
         await self.bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
         return await self._commit(run_id, files)
 
+    def use_code(self, code: dict[str, str]) -> None:
+        """Let the next runs of the Task have another code package."""
+        self._code = code
+
     async def write_code(self, files: Mapping[str, bytes]) -> dict[str, str]:
         """Store a code package; return what a request says of it."""
         package = _pack(files)

@@ -14,9 +14,11 @@ import structlog
 
 from contracts import topology
 from contracts.events.run import RunAccepted
+from contracts.ranks import INHERITED
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
 from services.kit.http_server import serve_http
+from services.kit.packages.package_environment import PackageEnvironments
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.socket_files import socket_path
@@ -28,10 +30,11 @@ from services.serving.core.versions import FOLDED
 from services.serving.deployer import DeploymentParts, ModelDeployer
 from services.serving.devices import DevicePool
 from services.serving.early_refusal import AdmissionMiddleware, RefusingProtocol
+from services.serving.environments import ModelEnvironments
 from services.serving.golden_samples import GoldenSamples
 from services.serving.instance_id import load_instance_id
 from services.serving.model_source import ModelSource
-from services.serving.process import INHERITED, PYTHON_ROOT
+from services.serving.process import PYTHON_ROOT
 from services.serving.router import Router
 from services.serving.settings import ServingSettings
 
@@ -123,6 +126,7 @@ def build(settings: Settings) -> ServingService:
         golden=GoldenSamples(
             service.bus, objects, own.bucket_datasets, own.serving_golden_samples, folder.with_name("golden")
         ),
+        environments=_environments(own, objects),
         warm_server=_warm_server(own),
         devices=DevicePool(own.devices),
         clock=service.bus.clock,
@@ -134,6 +138,20 @@ def build(settings: Settings) -> ServingService:
     service.add_background_task(deployments.run)
     _serve(service, own, router, deployments)
     return service
+
+
+def _environments(settings: ServingSettings, objects: ObjectStore) -> ModelEnvironments:
+    folder = settings.data_dir.resolve()
+    packages = PackageEnvironments(
+        folder / "packages",
+        folder / "models",
+        objects,
+        settings.bucket_code,
+        max_bytes=settings.serving_packages_max_bytes,
+        timeout_s=settings.serving_packages_timeout_s,
+        may_build=settings.serving_packages_build,
+    )
+    return ModelEnvironments(packages)
 
 
 def _warm_server(settings: ServingSettings) -> WarmServer:

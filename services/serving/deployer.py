@@ -26,6 +26,7 @@ from services.serving import metrics
 from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
 from services.serving.devices import DevicePool
+from services.serving.environments import ModelEnvironments
 from services.serving.golden_samples import GoldenSamples
 from services.serving.model_source import ModelSource
 from services.serving.process import LoadError, ModelProcess, ProcessError, ProcessLimits
@@ -65,6 +66,7 @@ class DeploymentParts:
     router: Router
     source: ModelSource
     golden: GoldenSamples
+    environments: ModelEnvironments
     warm_server: WarmServer
     devices: DevicePool
     clock: Clock
@@ -94,7 +96,13 @@ class ModelDeployer:
         self.versions = ModelVersions(parts.instance)
         self._parts = parts
         self._start = VersionStart(
-            parts.settings, parts.source, parts.golden, parts.warm_server, parts.limits, parts.devices
+            parts.settings,
+            parts.source,
+            parts.golden,
+            parts.environments,
+            parts.warm_server,
+            parts.limits,
+            parts.devices,
         )
         self._served = parts.router.models.setdefault(model, ServedModel(model))
         metrics.PROCESS_BYTES.labels(model).set_function(self._served.resident_bytes)

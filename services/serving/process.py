@@ -29,6 +29,7 @@ from contracts.model_process import (
     encode_frame,
     encode_predict,
 )
+from contracts.ranks import INHERITED, PACKAGES_DIR_VARIABLE
 from services.kit.socket_files import socket_path
 from services.kit.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 from services.serving import priority
@@ -38,8 +39,6 @@ log = structlog.get_logger(__name__)
 
 #: The folder from which model processes import ``trainbus`` and ``contracts``.
 PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
-#: The variables that a model process inherits. No other one can leak.
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 #: The exit code of a process is known a moment after it has ended: how often to look for it, and how many times.
 EXIT_CODE_EVERY_S, EXIT_CODE_LOOKS = 0.02, 100
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -399,7 +398,8 @@ def to_problem(problem: Mapping[str, Any], labels: Collection[str]) -> InputProb
 def build_environment(own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a model process: the run's own variables, and nothing of this service's."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    return {**inherited, **own, "PYTHONPATH": str(PYTHON_ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    path = ":".join(filter(None, (own.get(PACKAGES_DIR_VARIABLE), str(PYTHON_ROOT))))
+    return {**inherited, **own, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 async def _spawn(

@@ -31,6 +31,12 @@ class ServingSettings(Settings):
     #: Bytes of a request's body.
     serving_max_body_bytes: int = Field(64 * 2**20, ge=1)
 
+    #: Bytes of the packages that models were trained with, seconds to install those of one, and whether packages that
+    #: have no wheel are built.
+    serving_packages_max_bytes: int = Field(32 * 2**30, ge=0)
+    serving_packages_timeout_s: float = Field(1800.0, gt=0)
+    serving_packages_build: bool = True
+
     #: Seconds for a process to load its model, and to compute a batch. A process that is later is killed.
     serving_load_timeout_s: float = Field(120.0, gt=0)
     serving_timeout_s: float = Field(10.0, gt=0)

@@ -13,6 +13,7 @@ import structlog
 from contracts.events.model import ModelPromoted
 from contracts.model_process import Sample, Tensor
 from services.kit.model_folder import ModelFolderError
+from services.kit.packages.package_environment import PackagesError
 from services.kit.warm_server import WarmServer
 from services.serving import memory, priority
 from services.serving.core.golden import GoldenSet, compare_answers, explain_mismatches
@@ -27,6 +28,7 @@ from services.serving.core.signature import (
     without_labels,
 )
 from services.serving.devices import DevicePool
+from services.serving.environments import ModelEnvironments
 from services.serving.golden_samples import GoldenSamples
 from services.serving.mlflow_model import read_mlflow_model
 from services.serving.model_source import FetchedModel, ModelSource
@@ -60,6 +62,7 @@ class VersionStart:
     settings: ServingSettings
     source: ModelSource
     golden: GoldenSamples
+    environments: ModelEnvironments
     warm_server: WarmServer
     limits: ProcessLimits
     devices: DevicePool
@@ -75,12 +78,16 @@ class VersionStart:
             fetched, golden = await asyncio.gather(self.source.fetch(promotion), self.golden.read(promotion))
         except ModelFolderError as error:
             raise StageError("fetch", str(error)) from error
+        try:
+            environment = await self.environments.prepare(fetched)
+        except (PackagesError, OSError) as error:
+            raise StageError("environment", str(error)) from error
         signature, samples = await asyncio.to_thread(_read_inputs, fetched, golden)
         if await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S) and self.warm_server.pid is not None:
             # It does nothing but fork, which takes it a while and pages of memory.
             priority.set_niceness(self.warm_server.pid, priority.LOADING)
         await asyncio.to_thread(_check_memory, fetched.folder)
-        artifact = ModelArtifact(fetched.folder, fetched.spec.env, signature, fetched.digest)
+        artifact = ModelArtifact(fetched.folder, environment, signature, fetched.digest)
         host = ModelHost(
             promotion.model,
             artifact,

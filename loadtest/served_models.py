@@ -217,8 +217,13 @@ class ModelStore:
         self.dataset_id = sha256(manifest)
         await self.objects.put(dataset_uri(self.settings.bucket_datasets, self.dataset_id), manifest)
 
-    async def train(self, run_id: str, defect: str = "", **params: Any) -> CheckpointRef:
-        """Write what a training and its evaluation leave; return the committed checkpoint."""
+    async def train(
+        self, run_id: str, defect: str = "", kept: Mapping[str, Any] | None = None, **params: Any
+    ) -> CheckpointRef:
+        """Write what a training and its evaluation leave; return the committed checkpoint.
+
+        ``kept``: columns of the predictions, as of ``evaluate``.
+        """
         own_params = {**self.kind.params, **({"defect": defect} if self.kind is SUMS else {}), **params}
         spec = RunSpec.model_validate(
             {
@@ -238,7 +243,7 @@ class ModelStore:
             "state.json": json.dumps({"about": about}).encode(),
         }
         ref = await self._commit(run_id, files)
-        await self.evaluate(run_id)
+        await self.evaluate(run_id, **(kept or {}))
         return ref
 
     async def keep(self, run_id: str, files: dict[str, bytes], code: dict[str, bytes] | None = None) -> CheckpointRef:

@@ -49,7 +49,7 @@ class ModelDeployFailed(ModelFact, fact="deploy_failed", occurrence="version/ins
 
     version: int = Field(ge=1)
     run_id: Token
-    #: Where it failed: fetch, start, warm-up, golden, canary, or watch after it answered users.
+    #: Where it failed: fetch, environment, start, warm-up, golden, canary, or watch after it answered users.
     stage: str
     reason: str
     #: The version that answers; None: none does.

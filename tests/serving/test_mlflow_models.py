@@ -91,6 +91,26 @@ def test_a_tensor_without_a_name_is_the_input(tmp_path: Path) -> None:
     assert ask(load(tmp_path), {"input": [1, 0, 0, 0]}) == [{"prediction": 0}]
 
 
+class Columns(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
+    """The values as the model sees them."""
+
+    def predict(self, context: Any, model_input: pd.DataFrame, params: Any = None) -> list[str]:
+        return [" ".join(map(repr, row)) for row in model_input.itertuples(index=False)]
+
+
+def test_lists_times_and_bytes_are_converted(tmp_path: Path) -> None:
+    example = {"v": [[1.0]], "at": [pd.Timestamp("2026-01-01")], "b": [b"x"], "n": [np.int32(3)]}
+    signature = infer_signature(pd.DataFrame(example))
+    mlflow.pyfunc.save_model(tmp_path / MLFLOW_FOLDER, python_model=Columns(), signature=signature, pip_requirements=[])
+    predictor = load(tmp_path)
+    row = {"v": [1, 2], "at": "2026-02-03T04:05:06", "b": "eA==", "n": 4}
+    assert ask(predictor, row) == [{"prediction": "[1.0, 2.0] Timestamp('2026-02-03 04:05:06') b'x' 4"}]
+    for name, value in (("at", "soon"), ("b", "!"), ("n", 2**40)):
+        with pytest.raises(InputError) as raised:
+            ask(predictor, row, {**row, name: value})
+        assert [(each["row"], each["field"]) for each in raised.value.problems] == [(1, name)]
+
+
 def test_without_a_signature_rows_are_a_table(tmp_path: Path) -> None:
     mlflow.pyfunc.save_model(tmp_path / MLFLOW_FOLDER, python_model=Upper(), pip_requirements=[])
     signature, samples = read_mlflow_model(tmp_path / MLFLOW_FOLDER)

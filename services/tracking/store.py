@@ -345,9 +345,12 @@ class Store:
             self._mlflow.set_registered_model_tag(promotion.model, CHAMPION_VERSION, str(promotion.version))
 
     def find_highest_version(self, name: str) -> int:
-        """Return the highest number of a model's versions; 0: it has none."""
+        """Return the highest number of a version that was ever promoted here, or is there; 0: none."""
         with self._translate_errors("find_highest_version"):
-            return max((int(each.version) for each in self._versions(name)), default=0)
+            model = self._model(name)
+            # Somebody may have deleted the last one, whose number MLflow does not give again.
+            promoted = int(model.tags.get(CHAMPION_VERSION, 0))
+            return max([promoted, *(int(each.version) for each in self._versions(name))])
 
     def compare_aliases(self, name: str, wanted: Mapping[str, AliasTarget], removed: Set[str]) -> list[AliasChange]:
         """Return which aliases of a model must change to be as wanted. Aliases that nobody requested here stay."""

@@ -173,7 +173,8 @@ class PromotionTrial:
             ModelPromoted: "evaluation",
             RunTracked: "tracking",
         }
-        filters = tuple(fact.subject_filter() for fact in (*published, *SETTLED))
+        watched: tuple[type[Fact], ...] = (*published, *SETTLED)
+        filters = tuple(fact.subject_filter() for fact in watched)
         open_ = set(self.run_ids)
         async for batch in self.bus.follow(topology.FACTS.name, filters):
             for received in batch:

@@ -450,6 +450,18 @@ async def test_promotions_out_of_order_have_their_own_numbers(bus: Bus, tracking
     assert _aliases(world) == {"champion": "6"}
 
 
+async def test_a_version_that_somebody_deletes_moves_no_number(world: World) -> None:
+    story = world.story()
+    await story.accepted()
+    for version in (1, 2):
+        await story.publish(promoted(version, f"r{version}"))
+    await world.settled()
+    world.client.delete_model_version("m", "2")
+    await story.publish(promoted(3, "r3"))
+    await world.settled()
+    assert _numbers(world) == {1: "1", 3: "3"}
+
+
 async def test_a_number_that_is_taken_in_mlflow_is_told_once(world: World) -> None:
     story = world.story()
     await story.accepted()

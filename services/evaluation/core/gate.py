@@ -188,20 +188,17 @@ def _judge_improvement(criteria: Criteria, evidence: Evidence, value: float) -> 
     if improvement < least - slack or (least >= 0 and improvement <= slack):
         asked = f"at least {_n(least)} better" if least else "better"
         words, passed = f"{compared}: not {asked}", False
+    elif criteria.confidence and paired and not _describe_absent_pairs(criteria, evidence):
+        words, passed = _judge_confidence(criteria, paired, compared, improvement)
     else:
-        point = f"{compared}: {'better' if improvement > slack else 'no worse than allowed'}"
-        problem = _find_no_pairs(criteria, evidence) if criteria.confidence else ""
-        if not criteria.confidence:
-            words, passed = point, True
-        elif paired and not problem:
-            words, passed = _judge_confidence(criteria, paired, compared, improvement)
-        else:
-            is_asked = criteria.gates.confidence is not None
-            words, passed = f"{point}, but how sure that is cannot be said: {problem}", not is_asked
+        words, passed = f"{compared}: {'better' if improvement > slack else 'no worse than allowed'}", True
+        if criteria.confidence:
+            words += f", but how sure that is cannot be said: {_describe_absent_pairs(criteria, evidence)}"
+            passed = criteria.gates.confidence is None
     return GateVerdict(name=gate, passed=passed, value=improvement, limit=least, interval=interval, words=words)
 
 
-def _find_no_pairs(criteria: Criteria, evidence: Evidence) -> str:
+def _describe_absent_pairs(criteria: Criteria, evidence: Evidence) -> str:
     """Return why the predictions give no pairs of the metric; '' if they do."""
     found = evidence.predictions
     if found is None:

@@ -18,9 +18,11 @@ import structlog
 from contracts.base import Fact
 from contracts.envelope import Envelope
 from contracts.events.model import ModelDeployDelayed, ModelDeployed, ModelDeployFailed, ModelPromoted
+from contracts.model_process import is_host_error
 from services.kit.bus import Message, TransientError
 from services.kit.clock import Clock
 from services.kit.concurrency import cancel_and_wait
+from services.kit.packages.package_environment import PackagesError
 from services.kit.warm_server import WarmServer
 from services.serving import metrics
 from services.serving.core.versions import ModelVersions, share_artifact
@@ -370,8 +372,12 @@ class ModelDeployer:
 
 
 async def _is_host_failure(error: BaseException | None) -> bool:
-    """Return whether a process failed for a reason of the host's."""
+    """Return whether a process failed, or its packages could not be had, for a reason of the host's."""
     match error:
+        case PackagesError():
+            return not error.permanent
+        case OSError():
+            return is_host_error(error)
         case LoadError():
             return error.is_host_error
         case ProcessError(process=ModelProcess() as process):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
 
-from contracts.events.model import ModelDeployFailed
+from contracts.events.model import ModelDeployDelayed, ModelDeployed, ModelDeployFailed
 from loadtest.served_models import TASK, draw_rows
+from services.kit.packages.package_environment import PackageEnvironments, PackagesError
 from tests.serving.conftest import House
 from tests.worker.wheels import offline_environment, write_wheel
 
@@ -82,6 +84,27 @@ async def test_packages_that_cannot_be_had_are_the_reason(house: House, kept: di
     assert isinstance(fact, ModelDeployFailed)
     assert fact.stage == "environment"
     assert "requirements.txt, line 1 (smile==9.0)" in fact.reason
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [PackagesError("the index does not answer", permanent=False), OSError(errno.ENOSPC, "No space left on device")],
+)
+async def test_packages_that_this_host_cannot_get_now_are_tried_again(
+    house: House, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    monkeypatch.setattr("services.serving.deployer.HOST_RETRY_DELAYS_S", (0.01,))
+    failures, prepare = [failure], PackageEnvironments.prepare
+
+    async def fail_once(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await prepare(*arguments, **options)
+
+    monkeypatch.setattr(PackageEnvironments, "prepare", fail_once)
+    assert isinstance(await keep(house, "good", kept, "smile==1.0\n"), ModelDeployed)
+    (delay,) = await house.find_facts(ModelDeployDelayed)
+    assert delay.stage == "environment"
 
 
 async def test_a_task_has_the_packages_of_its_project(house: House) -> None:

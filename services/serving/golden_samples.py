@@ -44,19 +44,20 @@ class GoldenSamples:
         """Return the golden set of a promotion; it expects nothing where no evaluation kept predictions."""
         if promotion.dataset_id is None or not self._count:
             return GoldenSet()
-        name = hashlib.sha256(f"{promotion.checkpoint_uri} {promotion.dataset_id} {self._count}".encode()).hexdigest()
+        predictions = await self._find_predictions(promotion)
+        parts = (promotion.checkpoint_uri, promotion.dataset_id, self._count, predictions.uri if predictions else "")
+        name = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
         path = self._folder / f"{name[:32]}.json"
         if (kept := await asyncio.to_thread(_read_kept, path)) is not None:
             return kept
         try:
             samples = await self._read_samples(promotion.dataset_id)
-            expected = await self._read_expected(promotion, samples)
+            expected = await self._read_expected(predictions, samples) if predictions is not None else {}
         except (ObjectNotFound, ObjectCorrupted, ValueError) as error:
             log.warning("golden set left out", model=promotion.model, version=promotion.version, error=str(error))
             return GoldenSet()
         golden = GoldenSet(samples, expected)
-        if expected:
-            await asyncio.to_thread(_write_kept, path, golden)
+        await asyncio.to_thread(_write_kept, path, golden)
         return golden
 
     async def _read_samples(self, dataset_id: str) -> dict[str, dict[str, bytes]]:
@@ -78,10 +79,7 @@ class GoldenSamples:
             for key, fields in places.items()
         }
 
-    async def _read_expected(self, promotion: ModelPromoted, keys: Collection[str]) -> dict[str, dict[str, Any]]:
-        artifact = await self._find_predictions(promotion)
-        if artifact is None:
-            return {}
+    async def _read_expected(self, artifact: Artifact, keys: Collection[str]) -> dict[str, dict[str, Any]]:
         if (await self._objects.head(artifact.uri)).size_bytes > MAX_PREDICTIONS_BYTES:
             log.warning("predictions are too large to be compared", uri=artifact.uri)
             return {}

@@ -12,7 +12,7 @@ import pytest
 from contracts.events.model import ModelDeployDelayed, ModelDeployed, ModelDeployFailed
 from loadtest.served_models import TASK, draw_rows
 from services.kit.packages.package_environment import PackageEnvironments, PackagesError
-from tests.serving.conftest import House
+from tests.serving.conftest import House, wait_until
 from tests.worker.wheels import offline_environment, write_wheel
 
 pytestmark = pytest.mark.shell
@@ -114,3 +114,15 @@ async def test_a_task_has_the_packages_of_its_project(house: House) -> None:
     assert (await house.deploy("r1")).golden_samples == 32
     links = list(house.settings.data_dir.glob("models/sums/*/packages"))
     assert [link.is_symlink() for link in links] == [True]
+
+
+async def test_after_a_restart_no_store_and_no_index_is_asked(
+    start_house: Any, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keep(await start_house(), "old", kept, "smile==1.0\n")
+    await start_house.stop_all()
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    again: House = await start_house(s3_endpoint="http://127.0.0.1:9")
+    await wait_until(lambda: again.service.check_readiness()["folded"], "folded")
+    await again.wait_ready()
+    assert (await again.predict(ROW))["predictions"] == [{"prediction": "1.0"}]

@@ -161,7 +161,7 @@ def _read_inputs(fetched: FetchedModel, golden: GoldenSet) -> tuple[Signature, M
     if fetched.mlflow_folder is None:
         return infer_inputs([_without_label(sample) for sample in golden.samples.values()]), golden.samples
     signature, example = read_mlflow_model(fetched.mlflow_folder)
-    if golden.samples and takes_samples(signature, list(golden.samples.values())):
+    if golden.samples and _takes(signature, list(golden.samples.values())):
         return signature, golden.samples
     return signature, {f"example {number}": sample for number, sample in enumerate(example)}
 
@@ -176,6 +176,17 @@ def _check_memory(folder: Path) -> None:
     if needed > available:
         text = f"its process asks for {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
         raise StageError("memory", text) from LoadError(text, is_host_error=True)
+
+
+def _takes(signature: Signature, samples: list[Sample]) -> bool:
+    """Return whether samples of the dataset fit a signature: a script may have made other features of them."""
+    if not takes_samples(signature, samples):
+        return False
+    try:
+        rows_to_samples(samples_to_rows(samples, signature), signature)
+    except RequestRefused:
+        return False
+    return True
 
 
 async def _measure_growth(process: ModelProcess, samples: Sequence[Sample]) -> tuple[int, int]:

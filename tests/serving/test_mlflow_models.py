@@ -191,6 +191,16 @@ async def test_a_script_takes_over_from_a_task_and_back(house: House, sklearn_fi
 
 
 @pytest.mark.shell
+async def test_a_model_of_other_features_is_warmed_up_with_its_example(house: House, tmp_path: Path) -> None:
+    example = pd.DataFrame({"a": [3]})  # the dataset has fractions there
+    mlflow.pyfunc.save_model(tmp_path / "saved", python_model=Columns(), input_example=example, pip_requirements=[])
+    house.runs["ranks"] = await house.store.keep("ranks", kept_files(tmp_path / "saved"))
+    await house.store.evaluate("ranks")
+    assert (await house.deploy("ranks")).golden_samples == 0
+    assert (await house.predict({"a": 4}))["predictions"] == [{"prediction": "4"}]
+
+
+@pytest.mark.shell
 async def test_a_script_without_an_mlflow_model_is_told_what_to_save(house: House) -> None:
     house.runs["bare"] = await house.store.keep("bare", {"weights.bin": b"1"})
     fact = await house.conclusion(await house.promote("bare"))

@@ -271,7 +271,7 @@ class ModelDeployer:
     async def _start_replaced(self, version: ServedVersion) -> ServedVersion | None:
         """Start the version before again, after a restart of the service; None where there is none."""
         promotion = self.versions.find_before(version.version)
-        if promotion is None:
+        if promotion is None or share_artifact(promotion, version.promotion):
             return None
         try:
             replaced, _ = await self._start.run(promotion)

@@ -36,7 +36,7 @@ DRAIN_S = 30.0
 
 
 class PoisonedInputError(Exception):
-    """The process ended on this input."""
+    """The process ended on this input, or on others that it computed with it and has not been asked for it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +278,14 @@ class ServedVersion:
         self, samples: Sequence[Sample], wait_alone: Callable[[float], Awaitable[bool]]
     ) -> tuple[Tensor, ...]:
         patience_s = self.host.timeout_s
+        # Another process must not be asked: this input may be the one that ends it.
+        unknown = "the model's process ended while it computed this input among others, and does not run again yet"
         if not await wait_alone(patience_s):
-            raise ProcessError(f"its process does not run: {self.host.last_crash}")
+            raise PoisonedInputError(unknown)
         try:
             return await self._compute(samples, patience_s)
         except ProcessError as error:
-            if error.batch_size:
-                raise self._poison(samples, error) from error
-            raise
+            raise (self._poison(samples, error) if error.batch_size else PoisonedInputError(unknown)) from error
         finally:
             self.host.queue.end_turn(len(samples))
 

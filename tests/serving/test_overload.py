@@ -16,6 +16,7 @@ from contracts.model_process import Frame, FrameReader, encode_answer, encode_fr
 from loadtest.served_models import draw_rows
 from services.serving.admission import ClientDisconnected, HostQueue, OverloadedError
 from services.serving.core.batch_times import BatchTimes
+from services.serving.early_refusal import count_missing_bytes
 from services.serving.process import ModelProcess, ProcessError, ProcessLimits
 from tests.serving.conftest import House
 
@@ -146,6 +147,23 @@ async def test_what_waited_for_a_client_that_is_gone_is_not_computed() -> None:
     assert queue.expected_wait_s == 0
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "missing_bytes"),
+    [
+        (b"POST /predict HTTP/1.1\r\nContent-Length: 3\r\nhost: x\r\n\r\nabc", 0),
+        (b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length:3\r\n\r\n", 3),
+        (b"POST /predict HTTP/1.1\r\ncontent-length: 3\r\n\r\nabcPOST", None),
+        (b"POST /predict HTTP/1.1\r\ncontent-length: 3\r\n", None),
+        (b"POST /predict HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 9\r\n\r\n", None),
+        (b"POST /predict HTTP/1.1\r\nhost: x\r\n\r\ncontent-length: 3\r\n", None),
+        (b"POST /predict HTTP/1.1\r\ncontent-length: 3\r\nExpect: 100-continue\r\n\r\n", None),
+        (b"POST /predict HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n", None),
+    ],
+)
+def test_only_the_plain_kind_of_request_is_refused_by_its_head(request_bytes: bytes, missing_bytes: int | None) -> None:
+    assert count_missing_bytes(request_bytes) == missing_bytes
+
+
 async def open_connection(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     assert house.service.serving_port is not None
     return await asyncio.open_connection("127.0.0.1", house.service.serving_port)
@@ -197,8 +215,10 @@ async def test_a_full_server_refuses_before_the_body_is_read(start_house: Any) -
         writer.close()
     assert (await house.http.get("/models")).status_code == 200
     reader, writer = await open_connection(house)
-    for _ in range(2):  # the connection goes on
-        writer.write(head % len(row) + row)
+    for parts in ((head % len(row) + row,), (head % len(row), row[:3], row[3:])):  # the connection goes on
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
         assert "503" in (await read_answer(reader))[0]
     house.router.load.end_request()
     writer.write(head % len(row) + row)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from contracts.events.model import ModelDeployFailed
 from loadtest.served_models import draw_rows
 from services.serving.core.watch import RequestTally, WatchLimits, find_regression
+from services.serving.deployer import MAX_UNEXPLAINED_ENDS
 from tests.serving.conftest import House, wait_until
 
 ROWS = draw_rows(5, seed=17)
@@ -86,6 +89,20 @@ async def test_errors_that_the_version_before_does_not_make_take_a_version_back(
     fact, versions = await ask_until_taken_back(house, 2, LARGE)
     assert (fact.stage, fact.serving_version, versions) == ("watch", 1, {1})
     assert "index out of range" in fact.reason
+
+
+@pytest.mark.shell
+async def test_a_process_that_ends_again_and_again_takes_its_version_back_and_one_end_does_not(house: House) -> None:
+    await house.deploy("r1")
+    await house.deploy("r2")
+    host = house.host
+    for _ in range(MAX_UNEXPLAINED_ENDS):
+        assert house.host is host
+        process = await wait_until(lambda: host.process, "the process runs")
+        os.kill(process.pid, signal.SIGKILL)
+        await process.ended.wait()
+    fact = await house.taken_back(2)
+    assert "its process ended 3 times by itself" in fact.reason
 
 
 @pytest.mark.shell

@@ -230,7 +230,15 @@ async def test_a_promoted_task_loads_over_a_server_that_serves_artifacts(
     settings = TrackingSettings(**s3_settings.model_dump() | {"mlflow_tracking_uri": server.url})
     stored = await start(bus, settings, running, objects)
     story = await stored.task_story(files={"requirements.txt": "emoji==2.1\n"})
-    await stored.promote(story, await stored.commit_task(story))
+    uri = await stored.commit_task(story)
+    await stored.promote(story, uri)
+    # Version 2 is in no log; version 3 brings the first one back, with its files.
+    await stored.promote(story, uri, version=3, rollback=True)
+    client = stored.world.client
+    (model,) = client.search_logged_models(["0", *(each.experiment_id for each in client.search_experiments())])
+    versions = client.search_model_versions("name = 'm'")
+    assert {int(each.version): each.source for each in versions} == dict.fromkeys((1, 3), model.artifact_location)
+    assert int(stored.champion().version) == 3
     check_loaded(load(server.url, tmp_path))
 
 

@@ -179,13 +179,18 @@ class ModelStore:
         await self._write_dataset()
         self._code = await self.write_code(self.kind.code)
 
+    def _draw_targets(self) -> list[int]:
+        """Return what is true of the samples of the dataset: no model is right about all of them."""
+        answers, classes = [answer for _, answer in self.kind.draw(self.samples, 0)], len(self.kind.classes)
+        return [(each + (number % 8 == 3)) % (classes or 256) for number, each in enumerate(answers)]
+
     async def _write_dataset(self) -> None:
         drawn = self.kind.draw(self.samples, 0)
         content, places = io.BytesIO(), {}  # type: ignore[var-annotated]
         keys = [f"{number:06d}" for number in range(len(drawn))]
         with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for key, (sample, answer) in zip(keys, drawn, strict=True):
-                for name, body in {**sample, "cls": str(answer).encode()}.items():
+            for key, (sample, _), target in zip(keys, drawn, self._draw_targets(), strict=True):
+                for name, body in {**sample, "cls": str(target).encode()}.items():
                     places.setdefault(name, ([], []))
                     entry = tarfile.TarInfo(f"{key}.{name}")
                     entry.size = len(body)
@@ -286,13 +291,16 @@ class ModelStore:
 
     async def evaluate(self, run_id: str, **columns: Any) -> None:
         """Write what an evaluation leaves; ``columns`` replace what a sound model predicts."""
-        labels = [answer for _, answer in self.kind.draw(self.samples, 0)]
+        answers, targets = [answer for _, answer in self.kind.draw(self.samples, 0)], self._draw_targets()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / PREDICTIONS_FILE
             info = PredictionsInfo(dataset_id=self.dataset_id, classes=self.kind.classes, score_of="accuracy")
             with PredictionsWriter(path, info) as writer:
-                keys = [f"{number:06d}" for number in range(len(labels))]
-                kept = {"id": keys, "target": labels, "prediction": labels, "score": [1.0] * len(labels)}
+                keys = [f"{number:06d}" for number in range(len(answers))]
+                scores = [float(answer == target) for answer, target in zip(answers, targets, strict=True)]
+                kept = {"id": keys, "target": targets, "prediction": answers, "score": scores}
+                if self.kind.classes:
+                    kept["class"] = [self.kind.classes[target] for target in targets]
                 writer.write(kept | columns)
             content = path.read_bytes()
         uri = f"s3://{self.settings.bucket_models}/evaluations/{run_id}/{PREDICTIONS_FILE}"

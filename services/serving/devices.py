@@ -13,7 +13,7 @@ class DevicePool:
         self._names = tuple(names)
         self._processes: Counter[str] = Counter()
 
-    def take(self) -> str:
+    def take_device(self) -> str:
         """Return the device for one more process, until ``give_back``."""
         name = min(self._names, key=lambda each: self._processes[each])
         self._processes[name] += 1

@@ -26,6 +26,8 @@ from services.serving.core.golden import GoldenSet
 log = structlog.get_logger(__name__)
 
 SPLITS = ("test", "validation", "train")
+#: In predictions the column with the name of the true class; the output of this name has the predicted one.
+TRUE_CLASS = "class"
 #: Golden sets that are kept on disk.
 MAX_KEPT = 50
 #: Samples and predictions larger than this are left out.
@@ -126,7 +128,7 @@ def _parse_predictions(content: bytes, keys: Collection[str]) -> dict[str, dict[
     """Return by key what the evaluation kept of these samples; what is true is no answer."""
     try:
         predictions = Predictions(content)
-        names = [name for name in predictions.columns if name not in (TARGET, SCORE)]
+        names = [name for name in predictions.columns if name not in (TARGET, SCORE, TRUE_CLASS)]
         rows = [row for batch in predictions.batches(names) for row in batch.to_pylist() if row[ID] in keys]
     except PredictionsError as error:
         raise ValueError(str(error)) from error

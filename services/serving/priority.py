@@ -13,7 +13,7 @@ import resource
 from pathlib import Path
 
 #: What loads a version gets a tenth of a core that is wanted by a process that answers.
-LOADING, ANSWERING = 10, 0
+LOADING_NICENESS, ANSWERING_NICENESS = 10, 0
 _CAP_SYS_NICE = 1 << 23
 
 
@@ -24,7 +24,7 @@ def can_raise() -> bool:
     if limit is None:  # not Linux
         return False
     # A limit of 20 - n allows the niceness n.
-    if resource.getrlimit(limit)[0] >= 20 - ANSWERING:
+    if resource.getrlimit(limit)[0] >= 20 - ANSWERING_NICENESS:
         return True
     try:
         status = Path("/proc/self/status").read_text()

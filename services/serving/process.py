@@ -145,7 +145,7 @@ class ModelProcess(asyncio.Protocol):
         environment: Mapping[str, str],
         limits: ProcessLimits,
         warm_server: WarmServer | None,
-        niceness: int = priority.ANSWERING,
+        niceness: int = priority.ANSWERING_NICENESS,
     ) -> ModelProcess:
         """Start a process that loads the model in ``folder``, and wait until it has.
 

@@ -63,7 +63,7 @@ class ModelHost:
     ) -> None:
         self.queue = HostQueue(model, limits.max_batch, limits.max_wait_s)
         self._devices, self._has_device = devices, True
-        self._model, self.artifact, self._limits = model, artifact, replace(limits, device=devices.take())
+        self._model, self.artifact, self._limits = model, artifact, replace(limits, device=devices.take_device())
         self._warm_server, self._max_growth_bytes = warm_server, max_growth_bytes
         self._process: ModelProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -81,13 +81,13 @@ class ModelHost:
         Raises:
             LoadError: it cannot load the model.
         """
-        await self._start_process(priority.LOADING)
+        await self._start_process(priority.LOADING_NICENESS)
         self._keeper = asyncio.create_task(self._keep_running(), name=f"keep {self._model}")
 
     def take_up(self) -> None:
         """Give the process the priority of one that answers."""
         if self._process is not None:
-            priority.set_niceness(self._process.pid, priority.ANSWERING)
+            priority.set_niceness(self._process.pid, priority.ANSWERING_NICENESS)
 
     @property
     def device(self) -> str:
@@ -165,7 +165,7 @@ class ModelHost:
             self._devices.give_back(self.device)
         self._changed.set()
 
-    async def _start_process(self, niceness: int = priority.ANSWERING) -> None:
+    async def _start_process(self, niceness: int = priority.ANSWERING_NICENESS) -> None:
         process = await ModelProcess.start(
             self.artifact.folder, self.artifact.environment, self._limits, self._warm_server, niceness
         )

@@ -85,7 +85,7 @@ class VersionStart:
         signature, samples = await asyncio.to_thread(_read_inputs, fetched, golden)
         if await self.warm_server.wait_ready(WARM_SERVER_PATIENCE_S) and self.warm_server.pid is not None:
             # It does nothing but fork, which takes it a while and pages of memory.
-            priority.set_niceness(self.warm_server.pid, priority.LOADING)
+            priority.set_niceness(self.warm_server.pid, priority.LOADING_NICENESS)
         await asyncio.to_thread(_check_memory, fetched.folder)
         artifact = ModelArtifact(fetched.folder, environment, signature, fetched.digest)
         host = ModelHost(

@@ -36,8 +36,8 @@ async def test_a_version_is_loaded_at_a_low_priority(house: House, monkeypatch: 
     monkeypatch.setattr(ModelHost, "take_up", note)
     await house.deploy("r1")
     ((pid, while_loading),) = loaded
-    assert while_loading == {priority.LOADING}
-    assert niceness_of(pid) == {priority.ANSWERING}
+    assert while_loading == {priority.LOADING_NICENESS}
+    assert niceness_of(pid) == {priority.ANSWERING_NICENESS}
 
 
 async def test_one_that_takes_the_place_of_a_crashed_one_is_not_held_back(
@@ -54,4 +54,4 @@ async def test_one_that_takes_the_place_of_a_crashed_one_is_not_held_back(
     await house.deploy("r1")
     started[0].kill("the test ended it")
     await wait_until(lambda: len(started) == 2, "another process")
-    assert niceness_of(started[1].pid) == {priority.ANSWERING}
+    assert niceness_of(started[1].pid) == {priority.ANSWERING_NICENESS}

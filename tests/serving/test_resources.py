@@ -20,10 +20,10 @@ from tests.serving.conftest import PATIENCE_S, House
 
 def test_a_process_gets_the_device_that_has_the_fewest() -> None:
     pool = DevicePool(ServingSettings(serving_device="cuda:0, cuda:1").devices)
-    assert [pool.take() for _ in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [pool.take_device() for _ in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     pool.give_back("cuda:0")
     pool.give_back("cuda:0")
-    assert pool.take() == "cuda:0"
+    assert pool.take_device() == "cuda:0"
     assert ServingSettings().devices == ("auto",)
 
 

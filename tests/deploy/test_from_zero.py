@@ -37,6 +37,7 @@ OPEN = {
     "trainbus_serving_requests",
     "trainbus_serving_retries",
     "trainbus_serving_deployed",
+    "trainbus_serving_deploy_delays",
     "trainbus_serving_deploy_failures",
     "trainbus_serving_process_restarts",
     "trainbus_serving_shadow_differences",

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 #: The paths of predictions, and the model that they name. One that names a version may go to another process.
-PREDICTION = re.compile(r"/predict(?:/(?P<predict>[^/]+))?|/v2/models/(?P<infer>[^/]+)(?:/versions/[^/]+)?/infer")
+PREDICTION = re.compile(
+    r"/predict(?:/(?P<predict>[^/]+))?|/v2/models/(?P<infer>[^/]+)(?:/versions/[^/]+)?/infer"
+    r"|/v1/models/(?P<first>[^/]+):predict"
+)
 CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*(?=\r\n)", re.IGNORECASE)
 #: Headers of requests that are left to the HTTP server.
 UNCOMMON = re.compile(rb"\r\n(?:connection:[ \t]*close|transfer-encoding:|upgrade:|expect:)", re.IGNORECASE)
@@ -35,7 +38,7 @@ def find_refusal(router: Router, path: str, query: str) -> OverloadedError | Non
         return None
     names_version = "/versions/" in path or bool(query)
     try:
-        router.check_admission(match["predict"] or match["infer"], names_version=names_version)
+        router.check_admission(match["predict"] or match["infer"] or match["first"], names_version=names_version)
     except OverloadedError as error:
         return error
     return None

@@ -10,6 +10,7 @@ import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from mlflow.models import infer_signature
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
@@ -89,6 +90,23 @@ def test_a_tensor_without_a_name_is_the_input(tmp_path: Path) -> None:
     [spec] = read_mlflow_model(tmp_path / MLFLOW_FOLDER)[0].inputs
     assert spec.to_plain() == {"name": "input", "datatype": "FP64", "shape": [-1, 4]}
     assert ask(load(tmp_path), {"input": [1, 0, 0, 0]}) == [{"prediction": 0}]
+
+
+def test_a_pipeline_of_hugging_face_takes_texts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make integrations")
+    (tmp_path / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad")))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=7, **sizes))
+    tokenizer = transformers.BertTokenizerFast(vocab_file=str(tmp_path / "vocab.txt"))
+    pipeline = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")
+    signature = infer_signature("good", pd.DataFrame({"label": ["LABEL_0"], "score": [0.5]}))
+    mlflow.transformers.save_model(pipeline, tmp_path / MLFLOW_FOLDER, signature=signature, pip_requirements=[])
+    texts = ["good", "bad", "good bad"]
+    answers = ask(load(tmp_path), *({"input": text} for text in texts))
+    expected = pipeline(texts)
+    assert [each["label"] for each in answers] == [each["label"] for each in expected]
+    assert [each["score"] for each in answers] == pytest.approx([each["score"] for each in expected])
 
 
 class Columns(mlflow.pyfunc.PythonModel):  # type: ignore[misc]

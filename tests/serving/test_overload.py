@@ -14,10 +14,11 @@ import pytest_asyncio
 
 from contracts.model_process import Frame, FrameReader, encode_answer, encode_frame, encode_started
 from loadtest.served_models import draw_rows
-from services.serving.admission import ClientDisconnected, HostQueue, OverloadedError
+from services.serving.admission import ClientDisconnected, HostQueue, OverloadedError, ServerLoad
 from services.serving.core.batch_times import BatchTimes
-from services.serving.early_refusal import count_missing_bytes
+from services.serving.early_refusal import count_missing_bytes, find_refusal
 from services.serving.process import ModelProcess, ProcessError, ProcessLimits
+from services.serving.router import Router
 from tests.serving.conftest import House
 
 ROWS = draw_rows(40, seed=5)
@@ -224,3 +225,21 @@ async def test_a_full_server_refuses_before_the_body_is_read(start_house: Any) -
     writer.write(head % len(row) + row)
     assert "200" in (await read_answer(reader))[0]
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_prediction"),
+    [
+        ("/predict", True),
+        ("/predict/sums", True),
+        ("/v1/models/sums:predict", True),
+        ("/v2/models/sums/infer", True),
+        ("/v2/models/sums/versions/1/infer", True),
+        ("/v2/models/sums", False),
+        ("/models", False),
+    ],
+)
+def test_a_full_server_refuses_every_request_for_a_prediction(path: str, is_prediction: bool) -> None:
+    router = Router(1.0, ServerLoad(max_open=1, max_wait_s=1.0))
+    router.load.begin_request()
+    assert (find_refusal(router, path, "") is not None) == is_prediction

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+DIRTY = "-dirty"
+_TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "cwd": RESULTS.parent}
 
 
 def machine() -> dict[str, Any]:
@@ -39,15 +41,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def report(name: str, rows: list[tuple[str, str, str]], figures: dict[str, Any]) -> None:
-    """Print (figure, measured, compared with) rows and keep everything in results/<name>.json."""
+    """Print (figure, measured, compared with) rows; keep everything in results/<name>.json if a commit has the code."""
     table = Table(title=name, title_justify="left")
     for column in ("figure", "measured", "compared with"):
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+    if (found := machine())["commit"].endswith(DIRTY):
+        print(f"results/{name}.json is not written: commit the changes first, so that it names what was measured")
+        return
     RESULTS.mkdir(exist_ok=True)
-    content = {"name": name, "at": datetime.now(UTC).isoformat(), "machine": machine(), **figures}
+    content = {"name": name, "at": datetime.now(UTC).isoformat(), "machine": found, **figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -59,9 +64,11 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
+    """Return the commit that the code is of, with DIRTY behind it where the code has changed since."""
+    # The results of other load tests are no code.
+    changes = ["git", "status", "--porcelain", "--", ":/", f":(exclude){RESULTS}"]
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **_TEXT).stdout.strip()
+        return commit + (DIRTY if subprocess.run(changes, **_TEXT).stdout else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -31,11 +31,14 @@ from loadtest.serving.batches import measure_batching
 from loadtest.serving.faults import measure_faults
 from loadtest.serving.overload import measure_overload
 from loadtest.serving.peers import Peer, measure_peer, start_mlflow, start_ray, start_trainbus, versions
+from loadtest.serving.rollouts import measure_rollouts
 from loadtest.serving.swaps import measure_swaps
 
 #: Requests a second of each kind while versions are swapped: about a third of what two cores sustain.
 SWAP_RATES = {"linear": 200.0, "CNN": 100.0, "GPT": 50.0}
-PARTS = ("swaps", "overload", "faults", "batching", "peers")
+#: Of one the router is the limit, of the other the model; and a small model gains nothing from batches.
+OVERLOADED, BATCHED = ("linear", "GPT"), ("GPT",)
+PARTS = ("swaps", "rollouts", "overload", "faults", "batching", "peers")
 
 
 def main() -> None:
@@ -73,10 +76,12 @@ def _parts(arguments: argparse.Namespace) -> dict[str, Callable[[], Coroutine[An
         if "swaps" in only:
             count = arguments.swaps if name == "linear" else max(1, arguments.swaps // 5)
             found[f"swaps: {name}"] = partial(measure_swaps, kind, count, arguments.rollbacks, SWAP_RATES[name])
-        if "overload" in only:
+        if "overload" in only and name in OVERLOADED:
             found[f"overload: {name}"] = partial(measure_overload, kind, arguments.seconds)
-        if "batching" in only:
+        if "batching" in only and name in BATCHED:
             found[f"batching: {name}"] = partial(measure_batching, kind)
+    if "rollouts" in only:
+        found["rollouts"] = measure_rollouts
     if "faults" in only:
         found["faults"] = measure_faults
     if "peers" in only:
@@ -101,6 +106,15 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             (f"{kind}: promoted to first answer, p50 / p99", firsts, "1 s"),
             (f"{kind}: rollback, p50 / max", f"{each['rollback_s_p50']} / {each['rollback_s_max']} s", "0.2 s"),
             (f"{kind}: wrong, misnamed, older than before", unsound, "none"),
+        ]
+    if rollout := figures.get("rollouts"):
+        p99s = f"{rollout['p99_ms_in_the_rollout']} / {rollout['p99_ms_before']} ms"
+        share = f"{rollout['share_that_the_canary_answered']:.1%}"
+        failed = f"{rollout['failed_requests']} of {rollout['requests']:,}"
+        rows += [
+            ("canary and shadow: share of the answers", share, f"{rollout['canary_share']:.0%}"),
+            ("canary and shadow: p99 meanwhile / before", p99s, ""),
+            ("canary and shadow: bad version; failed requests", f"{rollout['bad_canary']}; {failed}", "canary; none"),
         ]
     for kind, each in figures.get("overload", {}).items():
         ended = f"{each['processes_ended']}; {each['recovery_s']:g} s"

@@ -12,6 +12,10 @@ import aiohttp
 
 from loadtest.common import percentile
 
+#: The first rate that is tried.
+FIRST_PER_S = 120.0
+#: By what the rate grows where it is near to the largest.
+FINE_GROWTH = 7 / 6
 #: Seconds after which a client gives a request up.
 TIMEOUT_S = 30.0
 
@@ -123,20 +127,22 @@ def p99_s(replies: Sequence[Reply]) -> float:
     return percentile(found, 0.99) if found else float("inf")
 
 
-async def find_rate(door: Door, limit_s: float, seconds: float, start: float = 50.0) -> tuple[float, list[list[float]]]:
+async def find_rate(door: Door, limit_s: float, seconds: float) -> tuple[float, list[list[float]]]:
     """Return the largest rate at which all requests are answered with a p99 within the limit, and the rates tried.
 
-    The rate grows by a quarter until one is too high; each is held for so many seconds. A rate that fails is tried
-    once more: other work of the machine must not end the search.
+    The rate grows by half, and by a sixth behind the last that held, until one is too high; each is held for so many
+    seconds. A rate that fails is tried once more: other work of the machine must not end the search.
     """
     tried: list[list[float]] = []
-    best, rate, failed = 0.0, start, 0
-    while failed < 2:
+    best, rate, failed, growth = 0.0, FIRST_PER_S, 0, 1.5
+    while failed < 2 or growth > FINE_GROWTH:
+        if failed == 2:
+            growth, rate, failed = FINE_GROWTH, best * FINE_GROWTH or FIRST_PER_S / 2, 0
         replies = await SteadyClient(door, rate).run(seconds)
         share, p99 = len(answered(replies)) / len(replies), p99_s(replies)
         tried.append([round(rate, 1), round(share, 4), round(p99 * 1000, 2)])
         if share == 1.0 and p99 <= limit_s:
-            best, rate, failed = rate, rate * 1.25, 0
+            best, rate, failed = rate, rate * growth, 0
         else:
             failed += 1
         await asyncio.sleep(0.5)

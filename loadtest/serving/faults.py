@@ -29,7 +29,7 @@ POISONS, POISON_GAP_S = 20, 0.25
 async def measure_faults() -> dict[str, Any]:
     """Return what became of each."""
     with tempfile.TemporaryDirectory() as folder:
-        async with start_bench(Path(folder), timeout_s=3, max_growth_bytes=2**34) as bench:
+        async with start_bench(Path(folder), timeout_s=3) as bench:
             await bench.deploy("sound")
             client = SteadyClient(bench.door, RATE)
             sending = asyncio.create_task(client.run())

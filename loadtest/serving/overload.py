@@ -13,7 +13,7 @@ from loadtest.serving.bench import start_bench
 from loadtest.serving.client import SteadyClient, answered, find_rate, p99_s
 
 #: The p99 up to which a rate counts as sustained, and for how long each is tried.
-LIMIT_S, TRIAL_S = 0.05, 5.0
+LIMIT_S, TRIAL_S = 0.05, 3.0
 FACTOR = 3
 #: Of the sustained rate, after the overload; and the seconds of one look whether it is served again.
 AFTERWARDS, LOOK_S = 0.8, 0.25

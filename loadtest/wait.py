@@ -155,7 +155,7 @@ def main() -> None:
         quoted = QUOTED_RAY_S.get(name)
         compared = f"Ray {quoted:g} s (quoted): {quoted / median:.1f} times as long" if quoted else ""
         rows.append((name, f"{median:.2f} s (best {min(values):.2f}, worst {max(values):.2f})", compared))
-        figures[name.replace(" ", "_")] = {"median_s": median, "all_s": values, "quoted_ray_s": quoted}
+        figures[name.replace(" ", "_")] = {"median_s": median, "all_s": values, "ray_s": quoted, "ray_is_quoted": True}
     report("wait", rows, {"waits": figures})
 
 

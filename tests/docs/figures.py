@@ -141,14 +141,26 @@ QUOTES = [
         "The p99 of requests was {} ms within a swap, while a process starts on the same cores, and {} ms outside",
         (Source(SERVING, "p99_ms_in_a_swap"), Source(SERVING, "p99_ms_outside")),
     ),
-    Quote(README, "the whole stack, ready | {} s |", (of_wait("stack_ready"),)),
-    Quote(README, "a submitted command's first line | {} s |", (of_wait("submitted_to_first_line"),)),
+    Quote(README, "the whole stack, ready | {} s | {} s", (of_wait("stack_ready"), of_wait("stack_ready", "ray_s"))),
     Quote(
         README,
-        "from their placement | {} s (best {}) |",
-        (of_wait("placed_to_first_step"), of_wait("placed_to_first_step", "all_s", reduce=min)),
+        "a submitted command's first line | {} s | {} s",
+        (of_wait("submitted_to_first_line"), of_wait("submitted_to_first_line", "ray_s")),
     ),
-    Quote(README, "the next step after SIGKILL of a rank | {} s |", (of_wait("SIGKILL_to_next_step"),)),
+    Quote(
+        README,
+        "from their placement | {} s (best {}) | {} s",
+        (
+            of_wait("placed_to_first_step"),
+            of_wait("placed_to_first_step", "all_s", reduce=min),
+            of_wait("placed_to_first_step", "ray_s"),
+        ),
+    ),
+    Quote(
+        README,
+        "the next step after SIGKILL of a rank | {} s | {} s",
+        (of_wait("SIGKILL_to_next_step"), of_wait("SIGKILL_to_next_step", "ray_s")),
+    ),
     Quote(
         README,
         "data already prepared | {} s ({} ms without data)",
@@ -237,8 +249,8 @@ QUOTES = [
     ),
     Quote(
         EXACT,
-        "and under Ray Train 2.60, quoted by `python -m loadtest.wait` | | | 12.5 s; trainbus there {} s",
-        (of_wait("SIGKILL_to_next_step"),),
+        "and under Ray Train 2.60, quoted by `python -m loadtest.wait` | | | {} s; trainbus there {} s",
+        (of_wait("SIGKILL_to_next_step", "ray_s"), of_wait("SIGKILL_to_next_step")),
     ),
     Quote(
         SCHEDULER,

@@ -98,6 +98,7 @@ def test_a_pipeline_of_hugging_face_takes_texts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=7, **sizes))
+    model.eval()
     tokenizer = transformers.BertTokenizerFast(vocab_file=str(tmp_path / "vocab.txt"))
     pipeline = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")
     signature = infer_signature("good", pd.DataFrame({"label": ["LABEL_0"], "score": [0.5]}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import importlib
 import importlib.metadata
 import os
 from typing import Any
@@ -31,12 +30,12 @@ from services.serving.deployer import DeploymentParts, ModelDeployer
 from services.serving.devices import DevicePool
 from services.serving.early_refusal import AdmissionMiddleware, RefusingProtocol
 from services.serving.environments import ModelEnvironments
-from services.serving.golden_samples import GoldenSamples
+from services.serving.fetcher import ModelFetcher
 from services.serving.instance_id import load_instance_id
-from services.serving.model_source import ModelSource
 from services.serving.process import PYTHON_ROOT
 from services.serving.router import Router
 from services.serving.settings import ServingSettings
+from services.serving.version_start import VersionStart
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +57,7 @@ class Deployments:
     def __init__(self, service: Service, parts: DeploymentParts) -> None:
         self._bus, self._parts = service.bus, parts
         self._deployers: dict[str, ModelDeployer] = {}
-        self._warm_task: asyncio.Task[None] | None = None
+        self._helpers: list[asyncio.Task[None]] = []
         self.is_folded = False
 
     async def run(self) -> None:
@@ -79,21 +78,20 @@ class Deployments:
                         if (deployer_of_new := self._apply(message)) is not None:
                             group.create_task(deployer_of_new.run())
         finally:
-            if self._warm_task is not None:
-                await cancel_and_wait(self._warm_task)
-            await self._parts.warm_server.close()
+            await cancel_and_wait(*self._helpers)
+            await self._parts.start.warm_server.close()
 
     def _apply(self, message: Message[Any]) -> ModelDeployer | None:
         """Fold a fact; return the deployer of a model that is new."""
         event = message.event
         if isinstance(event, RunAccepted):
-            # Who trains for a model will want it served: the warm server is ready by then.
+            # Who trains for a model will want it served: by then these are ready.
             if event.spec.model is not None and self._is_wanted(event.spec.model):
-                self._start_warm_server()
+                self._start_helpers()
             return None
         if not self._is_wanted(event.model):
             return None
-        self._start_warm_server()
+        self._start_helpers()
         known = self._deployers.get(event.model)
         deployer = known or ModelDeployer(event.model, self._parts)
         self._deployers[event.model] = deployer
@@ -104,12 +102,12 @@ class Deployments:
         wanted = self._parts.settings.serving_models
         return not wanted or model in wanted
 
-    def _start_warm_server(self) -> None:
-        if self._warm_task is None:
-            self._warm_task = asyncio.create_task(self._parts.warm_server.run())
-            self._parts.warm_server.expect()
-            # Reading the predictions of an evaluation needs it, and importing it takes a moment.
-            asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "pyarrow.parquet")
+    def _start_helpers(self) -> None:
+        """Start the processes that fetch models and fork theirs, once some model is to be served."""
+        if not self._helpers:
+            start = self._parts.start
+            start.warm_server.expect()
+            self._helpers = [asyncio.create_task(each.run()) for each in (start.fetcher, start.warm_server)]
 
 
 def build(settings: Settings) -> ServingService:
@@ -118,17 +116,12 @@ def build(settings: Settings) -> ServingService:
     service = ServingService("serving", own)
     objects = service.add_object_store(ObjectStore(own))
     router = Router(own.serving_timeout_s, ServerLoad(own.serving_max_queue, own.serving_max_wait_s))
-    folder = own.data_dir.resolve() / "models"
     parts = DeploymentParts(
         settings=own,
         router=router,
-        source=ModelSource(service.bus, objects, folder),
-        golden=GoldenSamples(
-            service.bus, objects, own.bucket_datasets, own.serving_golden_samples, folder.with_name("golden")
+        start=VersionStart(
+            own, ModelFetcher(own), _environments(own, objects), _warm_server(own), DevicePool(own.devices)
         ),
-        environments=_environments(own, objects),
-        warm_server=_warm_server(own),
-        devices=DevicePool(own.devices),
         clock=service.bus.clock,
         publish=service.bus.publish,
         instance=load_instance_id(own.data_dir.resolve()),

@@ -23,15 +23,10 @@ from services.kit.bus import Message, TransientError
 from services.kit.clock import Clock
 from services.kit.concurrency import cancel_and_wait
 from services.kit.packages.package_environment import PackagesError
-from services.kit.warm_server import WarmServer
 from services.serving import metrics
 from services.serving.core.versions import ModelVersions, share_artifact
 from services.serving.core.watch import find_regression
-from services.serving.devices import DevicePool
-from services.serving.environments import ModelEnvironments
-from services.serving.golden_samples import GoldenSamples
-from services.serving.model_source import ModelSource
-from services.serving.process import LoadError, ModelProcess, ProcessError, ProcessLimits
+from services.serving.process import LoadError, ModelProcess, ProcessError
 from services.serving.router import Router, ServedModel
 from services.serving.settings import ServingSettings
 from services.serving.version import ServedVersion
@@ -66,29 +61,11 @@ class DeploymentParts:
 
     settings: ServingSettings
     router: Router
-    source: ModelSource
-    golden: GoldenSamples
-    environments: ModelEnvironments
-    warm_server: WarmServer
-    devices: DevicePool
+    start: VersionStart
     clock: Clock
     publish: Callable[[Fact, Envelope], Awaitable[object]]
     #: The id of this instance of serving.
     instance: str
-
-    @property
-    def limits(self) -> ProcessLimits:
-        """How model processes run."""
-        own = self.settings
-        return ProcessLimits(
-            own.serving_max_batch,
-            own.serving_max_delay_s,
-            own.serving_threads,
-            own.serving_device,
-            own.serving_load_timeout_s,
-            own.serving_timeout_s,
-            own.serving_max_wait_s,
-        )
 
 
 class ModelDeployer:
@@ -97,21 +74,14 @@ class ModelDeployer:
     def __init__(self, model: str, parts: DeploymentParts) -> None:
         self.versions = ModelVersions(parts.instance)
         self._parts = parts
-        self._start = VersionStart(
-            parts.settings,
-            parts.source,
-            parts.golden,
-            parts.environments,
-            parts.warm_server,
-            parts.limits,
-            parts.devices,
-        )
         self._served = parts.router.models.setdefault(model, ServedModel(model))
         metrics.PROCESS_BYTES.labels(model).set_function(self._served.resident_bytes)
         self._origins: dict[int, PromotionOrigin] = {}
         self._news = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._drains: set[asyncio.Task[None]] = set()
+        #: Whether the folder of a version that has ended is still there.
+        self._has_unused = False
         #: Version -> attempts that failed for a reason of the host's; and the causes that were published.
         self._delayed_attempts: dict[int, int] = {}
         self._published_delays: set[tuple[int, str, str]] = set()
@@ -136,6 +106,7 @@ class ModelDeployer:
                 wanted = self.versions.wanted
                 self._measure()
                 if wanted is None or (self._served.primary and self._served.primary.version == wanted.version):
+                    await self._remove_unused()
                     await self._news.wait()
                     continue
                 await self._deploy_unless_superseded(wanted)
@@ -204,12 +175,11 @@ class ModelDeployer:
     async def _deploy(self, promotion: ModelPromoted) -> None:
         served = self._served
         version = await self._reuse(promotion)
-        golden = 0
-        if version is None:
-            version, golden = await self._start.run(promotion)
+        is_new = version is None
+        version = version or await self._parts.start.run(promotion)
         spare: ServedVersion | None = version
         try:
-            if served.primary is not None and served.primary.host is not version.host and golden:
+            if is_new and served.primary is not None:
                 await self._roll_out(version)
             spare = served.flip(version)
         finally:
@@ -219,7 +189,7 @@ class ModelDeployer:
         served.problem = ""
         replaced = served.previous
         await self._start_watch(version, replaced)
-        await self._report_success(promotion, replaced, golden)
+        await self._report_success(version, replaced)
 
     async def _reuse(self, promotion: ModelPromoted) -> ServedVersion | None:
         """Return the version of a process that runs already: a rollback, or the same checkpoint promoted again."""
@@ -274,7 +244,7 @@ class ModelDeployer:
         if promotion is None or share_artifact(promotion, version.promotion):
             return None
         try:
-            replaced, _ = await self._start.run(promotion)
+            replaced = await self._parts.start.run(promotion)
         except (StageError, TransientError, OSError) as error:
             log.warning("the version before does not start", model=promotion.model, reason=str(error))
             return None
@@ -300,7 +270,8 @@ class ModelDeployer:
 
     # -- facts --------------------------------------------------------------
 
-    async def _report_success(self, promotion: ModelPromoted, replaced: ServedVersion | None, golden: int) -> None:
+    async def _report_success(self, version: ServedVersion, replaced: ServedVersion | None) -> None:
+        promotion = version.promotion
         origin = self._origins[promotion.version]
         seconds = max(0.0, (self._parts.clock.now() - origin.stored_at).total_seconds())
         self._measure()
@@ -315,7 +286,7 @@ class ModelDeployer:
             run_id=promotion.run_id,
             replaced_version=replaced.version if replaced is not None else None,
             seconds=round(seconds, 3),
-            golden_samples=golden,
+            golden_samples=version.golden_samples,
             instance=self._parts.instance,
         )
         self.versions.apply(fact, self._parts.clock.now())
@@ -353,15 +324,23 @@ class ModelDeployer:
     # -- end ----------------------------------------------------------------
 
     def _drain(self, version: ServedVersion) -> None:
-        task = asyncio.create_task(self._drain_and_remove(version))
+        task = asyncio.create_task(self._drain_version(version))
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
 
-    async def _drain_and_remove(self, version: ServedVersion) -> None:
+    async def _drain_version(self, version: ServedVersion) -> None:
         await version.host.drain()
+        self._has_unused = True
+        self._news.set()
+
+    async def _remove_unused(self) -> None:
+        """Remove the folders of versions that have ended. Nothing is deployed meanwhile, whose folder it might be."""
+        if not self._has_unused:
+            return
+        self._has_unused = False
         kept = {each.host.artifact.folder for each in self._served.versions()}
-        if version.host.artifact.folder not in kept and not self._news.is_set():
-            await self._parts.source.remove_others(self._served.name, kept)
+        with contextlib.suppress(TransientError):
+            await self._parts.start.fetcher.remove_others(self._served.name, kept)
 
     async def _stop(self) -> None:
         if self._watcher is not None:

@@ -42,25 +42,27 @@ class GoldenSamples:
         #: Those that were read, so that a restart needs no object store.
         self._folder = folder
 
-    async def read(self, promotion: ModelPromoted) -> GoldenSet:
-        """Return the golden set of a promotion; it expects nothing where no evaluation kept predictions."""
+    async def fetch(self, promotion: ModelPromoted) -> Path | None:
+        """Write the golden set of a promotion to a file, where it is not yet, and return that; None: there is none.
+
+        It expects nothing where no evaluation kept predictions.
+        """
         if promotion.dataset_id is None or not self._count:
-            return GoldenSet()
+            return None
         predictions = await self._find_predictions(promotion)
         parts = (promotion.checkpoint_uri, promotion.dataset_id, self._count, predictions.uri if predictions else "")
         name = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
         path = self._folder / f"{name[:32]}.json"
-        if (kept := await asyncio.to_thread(_read_kept, path)) is not None:
-            return kept
+        if await asyncio.to_thread(read_golden, path) is not None:
+            return path
         try:
             samples = await self._read_samples(promotion.dataset_id)
             expected = await self._read_expected(predictions, samples) if predictions is not None else {}
         except (ObjectNotFound, ObjectCorrupted, ValueError) as error:
             log.warning("golden set left out", model=promotion.model, version=promotion.version, error=str(error))
-            return GoldenSet()
-        golden = GoldenSet(samples, expected)
-        await asyncio.to_thread(_write_kept, path, golden)
-        return golden
+            return None
+        await asyncio.to_thread(_write_golden, path, GoldenSet(samples, expected))
+        return path
 
     async def _read_samples(self, dataset_id: str) -> dict[str, dict[str, bytes]]:
         manifest = Manifest.model_validate_json(await self._objects.get(dataset_uri(self._bucket, dataset_id)))
@@ -98,7 +100,7 @@ class GoldenSamples:
         return next((each for each in artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS_FILE), None)
 
 
-def _write_kept(path: Path, golden: GoldenSet) -> None:
+def _write_golden(path: Path, golden: GoldenSet) -> None:
     """Write a golden set, whole or not at all; drop the oldest ones."""
     samples = {
         key: {name: base64.b64encode(content).decode() for name, content in sample.items()}
@@ -112,7 +114,8 @@ def _write_kept(path: Path, golden: GoldenSet) -> None:
         old.unlink(missing_ok=True)
 
 
-def _read_kept(path: Path) -> GoldenSet | None:
+def read_golden(path: Path) -> GoldenSet | None:
+    """Return the golden set of a file; None where it cannot be read."""
     try:
         content = json.loads(path.read_bytes())
         samples = {

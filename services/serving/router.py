@@ -25,6 +25,9 @@ COMPARISONS_PER_S, MAX_COMPARISONS = 20.0, 20.0
 #: The same of inputs on which a process ended: the other one may end as well.
 RISKY_COMPARISONS_PER_S, MAX_RISKY_COMPARISONS = 0.2, 3.0
 
+#: Processes that are asked for what none has begun with, after the first.
+MAX_ATTEMPTS = 5
+
 RequestFailure = RequestRefused | ModelError | ProcessError | PoisonedInputError
 
 
@@ -122,7 +125,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Router:
-    """Finds the version for each request, and tries another process once where one fails."""
+    """Finds the version for each request, and tries other processes where one has ended before it began with it."""
 
     timeout_s: float
     load: ServerLoad
@@ -228,18 +231,37 @@ class Router:
         """Return an answer of another version or process; where there is none, raise what the client gets."""
         other = model.find_other(failed) if version is None else None
         if isinstance(error, ProcessError):
-            metrics.RETRIES.labels(model.name).inc()
-            failed = other or failed
-            try:
-                return Answer(failed, await failed.predict(samples, self.timeout_s))
-            except (RequestRefused, ModelError, ProcessError, PoisonedInputError) as second:
-                raise await self._explain(model, failed, second) from second
+            return await self._ask_again(model, other or failed, samples, error, may_change=version is None)
         # An input that ends processes, or that the model refuses, goes further only where that tells of the version.
         if other is not None and (failed.is_watched or isinstance(error, ModelError)):
             outputs = await self._compare_failure(model, failed, other, samples, error)
             if outputs is not None:
                 return Answer(other, outputs)
         raise await self._explain(model, failed, error) from error
+
+    async def _ask_again(
+        self,
+        model: ServedModel,
+        target: ServedVersion,
+        samples: Sequence[Sample],
+        error: ProcessError,
+        *,
+        may_change: bool,
+    ) -> Answer:
+        """Return the answer to what no process has begun with: each may have ended on another input before it."""
+        deadline = time.monotonic() + self.timeout_s
+        for _ in range(MAX_ATTEMPTS):
+            metrics.RETRIES.labels(model.name).inc()
+            try:
+                return Answer(target, await target.predict(samples, deadline - time.monotonic()))
+            except ProcessError as again:
+                error = again
+            except (RequestRefused, ModelError, PoisonedInputError) as again:
+                raise await self._explain(model, target, again) from again
+            if time.monotonic() >= deadline:
+                break
+            target = (model.find_other(target) if may_change else None) or target
+        raise await self._explain(model, target, error) from error
 
     async def _compare_failure(
         self,
@@ -279,7 +301,7 @@ class Router:
             case ModelError():
                 return PredictionFailed(f"the model failed on this input: {error}")
             case ProcessError():
-                return PredictionFailed(f"two processes did not answer; the last: {error}")
+                return PredictionFailed(f"no process has answered; the last: {error}")
             case _:
                 return PredictionFailed(str(error))
 

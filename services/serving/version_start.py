@@ -29,9 +29,9 @@ from services.serving.core.signature import (
 )
 from services.serving.devices import DevicePool
 from services.serving.environments import ModelEnvironments
-from services.serving.golden_samples import GoldenSamples
+from services.serving.fetcher import ModelFetcher
 from services.serving.mlflow_model import read_mlflow_model
-from services.serving.model_source import FetchedModel, ModelSource
+from services.serving.model_source import FetchedModel
 from services.serving.process import LoadError, ModelError, ModelProcess, ProcessError, ProcessLimits
 from services.serving.settings import ServingSettings
 from services.serving.version import ModelArtifact, ModelHost, ServedVersion
@@ -60,22 +60,33 @@ class VersionStart:
     """Starts versions of models. It keeps nothing of them."""
 
     settings: ServingSettings
-    source: ModelSource
-    golden: GoldenSamples
+    fetcher: ModelFetcher
     environments: ModelEnvironments
     warm_server: WarmServer
-    limits: ProcessLimits
     devices: DevicePool
 
-    async def run(self, promotion: ModelPromoted) -> tuple[ServedVersion, int]:
-        """Return a version that has answered the golden set, and how many samples of it were compared.
+    @property
+    def _limits(self) -> ProcessLimits:
+        own = self.settings
+        return ProcessLimits(
+            own.serving_max_batch,
+            own.serving_max_delay_s,
+            own.serving_threads,
+            own.serving_device,
+            own.serving_load_timeout_s,
+            own.serving_timeout_s,
+            own.serving_max_wait_s,
+        )
+
+    async def run(self, promotion: ModelPromoted) -> ServedVersion:
+        """Return a version that has answered the golden set.
 
         Raises:
             StageError: the version cannot be served.
             TransientError: the object store or the bus does not answer.
         """
         try:
-            fetched, golden = await asyncio.gather(self.source.fetch(promotion), self.golden.read(promotion))
+            fetched, golden = await self.fetcher.fetch(promotion)
         except ModelFolderError as error:
             raise StageError("fetch", str(error)) from error
         try:
@@ -91,7 +102,7 @@ class VersionStart:
         host = ModelHost(
             promotion.model,
             artifact,
-            self.limits,
+            self._limits,
             self.warm_server,
             self.settings.serving_max_growth_bytes,
             self.devices,
@@ -114,7 +125,7 @@ class VersionStart:
             raise
         host.take_up()
         signature = replace(signature, outputs=infer_outputs(outputs) or signature.outputs)
-        return ServedVersion(promotion, host, signature, compared), compared
+        return ServedVersion(promotion, host, signature, compared)
 
     async def _warm_up(self, host: ModelHost, samples: list[Sample], signature: Signature) -> tuple[Tensor, ...]:
         """Predict the samples, as clients send them, until the first slow calls are over; return their outputs."""

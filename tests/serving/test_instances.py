@@ -12,8 +12,8 @@ import pytest
 from contracts.events.model import ModelDeployDelayed, ModelDeployed, ModelDeployFailed, ModelPromoted
 from loadtest.served_models import draw_rows
 from services.serving.core.versions import ModelVersions
+from services.serving.fetcher import ModelFetcher
 from services.serving.instance_id import load_instance_id
-from services.serving.model_source import ModelSource
 from tests.serving.conftest import House
 
 ROWS = draw_rows(2, seed=23)
@@ -51,14 +51,14 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_full_disk_delays_a_version(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     await house.deploy("r1")
     failures = [OSError(errno.ENOSPC, "No space left on device")] * 3
-    write = ModelSource._write
+    fetch = ModelFetcher.fetch
 
-    async def fill_disk(*arguments: Any) -> None:
+    async def fill_disk(*arguments: Any) -> Any:
         if failures:
             raise failures.pop()
-        await write(*arguments)
+        return await fetch(*arguments)
 
-    monkeypatch.setattr(ModelSource, "_write", fill_disk)
+    monkeypatch.setattr(ModelFetcher, "fetch", fill_disk)
     fact = await house.deploy("r2")
     [delayed] = await house.find_facts(ModelDeployDelayed)
     assert (delayed.version, delayed.instance, delayed.attempt) == (2, fact.instance, 1)

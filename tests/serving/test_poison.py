@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from loadtest.served_models import draw_rows
 from services.serving.core.poison import PoisonedInputs, digest_samples
+from services.serving.process import ModelProcess
+from services.serving.version import ModelHost
 from tests.serving.conftest import House, wait_until
 
 ROWS = draw_rows(8, seed=11)
@@ -74,3 +78,32 @@ async def test_an_input_that_the_version_before_answers_takes_the_new_one_back(h
     fact = await house.taken_back(2)
     assert (fact.stage, fact.serving_version) == ("watch", 1)
     assert "ended on an input that the version before answers" in fact.reason
+
+
+@pytest.mark.shell
+async def test_an_input_that_two_processes_had_not_begun_with_is_answered(house: House) -> None:
+    for run_id in ("slow", "slow too"):
+        await house.deploy(run_id.replace(" ", "-"), wait_s=0.3)
+    assert house.served.primary is not None
+    assert house.served.previous is not None
+
+    def send(path: str) -> Any:
+        return asyncio.create_task(house.http.post(path, json=[ROWS[len(requests)]]))
+
+    async def fill(host: ModelHost, *paths: str) -> ModelProcess:
+        """Let the process of a host compute the first request, so that the others wait behind it."""
+        process = host.process
+        assert process is not None
+        for number, path in enumerate(paths, 1):
+            requests.append(send(path))
+            await wait_until(lambda number=number: process.waiting == number and process._batch, "it waits")
+        return process
+
+    requests: list[asyncio.Task[Any]] = []
+    newer = await fill(house.served.primary.host, "/predict?version=2", "/predict")
+    older = await fill(house.served.previous.host, "/predict?version=1")
+    os.kill(newer.pid, signal.SIGKILL)
+    await wait_until(lambda: older.waiting == 2, "it is asked of the version before")
+    os.kill(older.pid, signal.SIGKILL)
+    answers = await asyncio.gather(*requests)
+    assert [each.status_code for each in answers] == [500, 200, 500]

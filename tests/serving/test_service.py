@@ -100,8 +100,10 @@ async def test_after_a_restart_the_champions_are_served_even_without_the_object_
     assert [(type(each).__name__, each.version) for each in facts].count(("ModelDeployed", 2)) == 1
 
 
-async def test_a_canary_answers_its_share_before_it_takes_over(start_house: Any) -> None:
-    house: House = await start_house(serving_canary_share=0.5, serving_rollout_s=1.5)
+@pytest.mark.parametrize("compared", [32, 0])
+async def test_a_canary_answers_its_share_before_it_takes_over(start_house: Any, compared: int) -> None:
+    changes = {"serving_canary_share": 0.5, "serving_rollout_s": 1.5, "serving_golden_samples": compared}
+    house: House = await start_house(**changes)
     await house.deploy("r1")
     version = await house.promote("r2")
     versions = set()

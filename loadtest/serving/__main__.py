@@ -130,10 +130,11 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         poison = faults["poison"]
         answers = f"{poison['version_promoted']} / {poison['version_that_answers']}"
         rows.append(("poison: version promoted / that answers", answers, "the same"))
-        for defect, each in faults["versions"].items():
+        for defect, each in faults["versions"]["of"].items():
             measured = f"{each['stage']}; {each['answers']} answers in {each['answered_for_s']} s"
             rows.append((f"bad version: {defect}", measured, "refused"))
-        rows.append(("failed meanwhile", f"{faults['failed_requests']} of {faults['requests']:,}", "none"))
+        for name, each in faults.items():
+            rows.append((f"{name}: failed beside it", f"{each['failed_requests']} of {each['requests']:,}", "none"))
     for peer, each in figures.get("peers", {}).items():
         if peer != "measured":
             lost = f"{each['rate_per_s']:.0f}/s; {each['lost']} of {each['requests']:,}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ POISONS, POISON_GAP_S = 20, 0.25
 
 
 async def measure_faults() -> dict[str, Any]:
-    """Return what became of each."""
+    """Return what became of each. Each part has a service of its own: the one must not prepare it for the other."""
+    return {"poison": await _run_beside_load(_measure_poison), "versions": await _run_beside_load(_measure_versions)}
+
+
+async def _run_beside_load(measure: Callable[[Bench, SteadyClient], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """Measure while a client sends sound requests; add what became of those."""
     with tempfile.TemporaryDirectory() as folder:
         async with start_bench(Path(folder), timeout_s=3) as bench:
             await bench.deploy("sound")
@@ -35,24 +41,22 @@ async def measure_faults() -> dict[str, Any]:
             sending = asyncio.create_task(client.run())
             try:
                 await asyncio.sleep(1.0)
-                poison = await _measure_poison(bench)
-                versions = {each: await _measure_version(bench, client, each) for each in (*BROKEN, *BAD_LATER)}
+                figures = await measure(bench, client)
             finally:
                 await cancel_and_wait(sending)
-            failed = [each for each in client.replies if each.status != 200]
-            return {
-                "poison": poison,
-                "versions": versions,
-                "requests": len(client.replies),
-                "failed_requests": len(failed),
-                "failures": sorted({f"{each.status}: {each.problem}"[:200] for each in failed})[:5],
-                "wrong_answers": sum(not each.is_right for each in client.replies),
-            }
+    failed = [each for each in client.replies if each.status != 200]
+    return {
+        **figures,
+        "requests": len(client.replies),
+        "failed_requests": len(failed),
+        "failures": sorted({f"{each.status}: {each.problem}"[:200] for each in failed})[:5],
+        "wrong_answers": sum(not each.is_right for each in client.replies),
+    }
 
 
-async def _measure_poison(bench: Bench) -> dict[str, Any]:
+async def _measure_poison(bench: Bench, _: SteadyClient) -> dict[str, Any]:
     """Send inputs that end any process, each a new one and each twice, just after a version has taken over."""
-    fact = await bench.deploy("sound again")
+    fact = await bench.deploy("sound-again")
     statuses: list[int] = []
     async with aiohttp.ClientSession() as session:
         for number in range(POISONS):
@@ -62,6 +66,10 @@ async def _measure_poison(bench: Bench) -> dict[str, Any]:
             await asyncio.sleep(POISON_GAP_S)
     described = await bench.describe()
     return {"statuses": statuses, "version_promoted": fact.version, "version_that_answers": described["version"]}
+
+
+async def _measure_versions(bench: Bench, client: SteadyClient) -> dict[str, Any]:
+    return {"of": {each: await _measure_version(bench, client, each) for each in (*BROKEN, *BAD_LATER)}}
 
 
 async def _measure_version(bench: Bench, client: SteadyClient, defect: str) -> dict[str, Any]:

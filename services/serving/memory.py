@@ -6,9 +6,10 @@ from pathlib import Path
 
 import psutil
 
+from contracts.machine_limits import ROOT, limited_memory
+
 #: A model is read into memory beside its file's pages, and its process has modules of its own.
 FILE_COPIES, PROCESS_BYTES = 2, 256 * 2**20
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def needed_bytes(folder: Path) -> int:
@@ -16,15 +17,7 @@ def needed_bytes(folder: Path) -> int:
     return FILE_COPIES * sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) + PROCESS_BYTES
 
 
-def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Return what can be had without swapping."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            # Pages of files that nothing reads are given up when there is need.
-            available = min(available, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2, or no limit of its own
-    return available
+def available_bytes(root: Path = ROOT) -> int:
+    """Return what can be had without swapping. Below ``root`` lie the ``proc`` and ``sys`` of the control groups."""
+    available, limited = int(psutil.virtual_memory().available), limited_memory(root)
+    return available if limited is None else min(available, limited.limit_bytes - limited.used_bytes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from contracts.topology import FACTS
 from services.serving import deployer, memory
 from services.serving.devices import DevicePool
 from services.serving.settings import ServingSettings
+from tests.contracts.test_machine_limits import DOCKER_V1, GIB, OWN_V1, V2, machine
 from tests.serving.conftest import PATIENCE_S, House
 
 
@@ -27,15 +29,47 @@ def test_a_process_gets_the_device_that_has_the_fewest() -> None:
     assert ServingSettings().devices == ("auto",)
 
 
-def test_what_is_free_is_bounded_by_the_container(tmp_path: Path) -> None:
-    free = psutil.virtual_memory().available
-    assert memory.available_bytes(tmp_path) == pytest.approx(free, rel=0.2)
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 200\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes(tmp_path) == pytest.approx(free, rel=0.2)
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.available_bytes(tmp_path) == 300
+@pytest.mark.parametrize(
+    ("mounts", "own", "files", "free_bytes"),
+    [
+        pytest.param("", "", {}, 8 * GIB, id="no control groups"),
+        pytest.param(V2, "0::/\n", {"memory.max": "max\n", "memory.current": "5\n"}, 8 * GIB, id="no limit"),
+        pytest.param(
+            V2,
+            "0::/\n",
+            {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 600\ninactive_file 200\n"},
+            300,
+            id="v2, container",
+        ),
+        pytest.param(
+            V2, "0::/pod/c\n", {"pod/memory.max": "1000", "pod/memory.current": "900"}, 100, id="v2, the parent's limit"
+        ),
+        pytest.param(
+            DOCKER_V1,
+            OWN_V1.format("/docker/abc"),
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "900\n",
+                "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 200\n",
+            },
+            300,
+            id="v1, container",
+        ),
+        pytest.param(
+            V2, "0::/\n", {"memory.max": f"{32 * GIB}", "memory.current": "0"}, 8 * GIB, id="the machine has less"
+        ),
+    ],
+)
+def test_what_is_free_is_bounded_by_the_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mounts: str,
+    own: str,
+    files: Mapping[str, str],
+    free_bytes: int,
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    assert memory.available_bytes(machine(tmp_path, mounts, own, files)) == free_bytes
 
 
 async def follow_delays(house: House) -> AsyncIterator[ModelDeployDelayed]:

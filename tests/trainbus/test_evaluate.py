@@ -83,7 +83,7 @@ def test_a_regression(dataset: Dataset, tmp_path: Path) -> None:
     assert {"test/rmse", "test/mae", "test/r2", "test/size", "test/latency_ms"} == set(metrics)
 
 
-class Instrumented(EightNumbers):
+class TimedEightNumbers(EightNumbers):
     """Takes the given times for the answers of which the latency is measured, and notes their batches' sizes."""
 
     def __init__(self, clock: list[float], durations_s: Iterator[float], **summary: float) -> None:
@@ -114,21 +114,21 @@ def test_the_latency_is_the_median_of_single_samples_after_a_warm_up(
 ) -> None:
     # The first answers take long, and a third of the others are disturbed.
     answers = itertools.cycle([0.002, 0.003, 0.020])
-    task = Instrumented(clock, itertools.chain([0.1] * latency.WARM_UP_ANSWERS, answers))
+    task = TimedEightNumbers(clock, itertools.chain([0.1] * latency.WARM_UP_ANSWERS, answers))
     metrics, _ = measure(task, dataset, tmp_path)
     assert metrics["test/latency_ms"] == pytest.approx(3)
     assert task.sizes == [1] * (latency.WARM_UP_ANSWERS + len(dataset.split("test")))
 
 
 def test_a_slow_model_is_measured_within_the_bound(dataset: Dataset, tmp_path: Path, clock: list[float]) -> None:
-    task = Instrumented(clock, itertools.repeat(2 * latency.MAX_S))
+    task = TimedEightNumbers(clock, itertools.repeat(2 * latency.MAX_S))
     metrics, _ = measure(task, dataset, tmp_path)
     assert metrics["test/latency_ms"] == pytest.approx(2000 * latency.MAX_S)
     assert task.sizes == [1]
 
 
 def test_a_latency_of_the_tasks_own_stands(dataset: Dataset, tmp_path: Path, clock: list[float]) -> None:
-    task = Instrumented(clock, itertools.repeat(0.001), latency_ms=7.0)
+    task = TimedEightNumbers(clock, itertools.repeat(0.001), latency_ms=7.0)
     metrics, _ = measure(task, dataset, tmp_path)
     assert (metrics["test/latency_ms"], task.sizes) == (7.0, [])
 

@@ -55,12 +55,38 @@ def predictor() -> TaskPredictor:
     return TaskPredictor(model, task, torch.device("cpu"))
 
 
+class Table:
+    """A batch that moves itself, as those of graphs and of tokenizers do."""
+
+    def __init__(self, values: torch.Tensor, device: torch.device | None = None) -> None:
+        self.values, self.device = values, device
+
+    def to(self, device: torch.device) -> Table:
+        return Table(self.values.to(device), device)
+
+
+class TableWine(Wine):
+    def collate(self, examples: list[Any]) -> Any:
+        return {"table": Table(torch.stack([values for values, _ in examples]))}
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        assert batch["table"].device is not None, "the batch was not moved to the device"
+        return model(batch["table"].values).argmax(1), torch.zeros(len(batch["table"].values))
+
+
 SAMPLES = [sample(acid=1, hue=0, target=0), sample(acid=0, hue=1, target=1), sample(acid=2, hue=1, target=0)]
 
 
 def test_predictions_have_the_name_of_their_class(predictor: TaskPredictor) -> None:
     outputs = {each.name: to_values(each) for each in predictor.predict(SAMPLES)}
     assert outputs == {"prediction": [0, 1, 0], "class": ["red", "white", "red"]}
+
+
+def test_a_batch_that_moves_itself_goes_to_the_device_as_in_training() -> None:
+    task, device = TableWine(), torch.device("cpu")
+    (output, _) = TaskPredictor(task.model(), task, device).predict(SAMPLES)
+    assert output.shape == (3,)
+    assert len(PyfuncModel(task.model(), task, device).predict([json.loads(each["json"]) for each in SAMPLES])) == 2
 
 
 def test_a_row_may_have_the_target_or_not(predictor: TaskPredictor) -> None:

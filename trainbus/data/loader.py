@@ -12,6 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
+from trainbus.data.batch_tensors import to_device
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import Ids
@@ -225,16 +226,3 @@ def _close_prefetchers() -> None:
         queue.close()
     for thread, _ in running:
         thread.join(JOIN_S)
-
-
-def to_device(batch: Any, move: Callable[[Any], Any]) -> Any:
-    """Apply ``move`` to every tensor inside nested tuples, lists and dicts."""
-    match batch:
-        case dict():
-            return {key: to_device(value, move) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(to_device(value, move) for value in batch))
-        case tuple() | list():
-            return type(batch)(to_device(value, move) for value in batch)
-        case _:
-            return move(batch) if hasattr(batch, "to") else batch

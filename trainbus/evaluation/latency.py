@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainbus.data.loader import to_device
+from trainbus.data.batch_tensors import to_device
 from trainbus.data.reader import SplitReader
 from trainbus.task import Task, describe
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainbus.data.batch_tensors import to_device
 from trainbus.model.missing_field import find_missing_field
 from trainbus.model.saved_model import load_model_and_task
 from trainbus.model.targets import fill_targets
@@ -73,7 +74,7 @@ class PyfuncModel:
 
     def _predict_rows(self, rows: Any) -> dict[str, Any]:
         examples = [self._decode(number, row) for number, row in enumerate(rows)]
-        batch = _move(self._task.collate(examples), self._device)
+        batch = to_device(self._task.collate(examples), lambda tensor: tensor.to(self._device))
         predicted = self._task.predict(self._model, batch)
         if predicted is None:
             raise TaskError(
@@ -99,17 +100,6 @@ def _to_sample(row: Mapping[str, Any]) -> dict[str, bytes]:
         return dict(row)
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
     return {ROW_FIELD: json.dumps(plain).encode()}
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _move(each, device) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        moved = [_move(each, device) for each in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    return value
 
 
 def _to_plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contracts.model_process import ModelLaunch, Tensor
+from trainbus.data.batch_tensors import to_device
 from trainbus.model.missing_field import find_missing_field
 from trainbus.model.predictor import InputError, to_tensor
 from trainbus.model.saved_model import load_model_and_task
@@ -67,7 +68,7 @@ class TaskPredictor:
             text = f"the rows do not fit into one batch: {describe(error, self._code)}"
             raise InputError([{"row": 0, "field": "", "text": text}]) from error
         with torch.inference_mode():
-            answer = self._answer(_move(batch, self._device))
+            answer = self._answer(to_device(batch, lambda tensor: tensor.to(self._device)))
         outputs = tuple(to_tensor(name, value) for name, value in answer.items())
         for each in outputs:
             if not each.shape or each.shape[0] != len(samples):
@@ -103,16 +104,3 @@ class TaskPredictor:
         fields = [name for name in sample if name != CLASS_FIELD]
         field = fields[0] if len(fields) == 1 and fields[0] != ROW_FIELD else ""
         return {"row": row, "field": field, "text": f"cannot be decoded: {describe(error, self._code)}"}
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _move(each, device) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        moved = [_move(each, device) for each in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    return value

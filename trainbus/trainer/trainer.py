@@ -18,7 +18,8 @@ from contracts.events.checkpoint import Exactness
 from contracts.ranks import StartedLine
 from contracts.spec.training import Training, Watch
 from trainbus.agent_link.channels import Control, Journal
-from trainbus.data.loader import Prefetcher, to_device
+from trainbus.data.batch_tensors import to_device
+from trainbus.data.loader import Prefetcher
 from trainbus.task import Task
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import FailureHistory

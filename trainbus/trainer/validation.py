@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from contracts.spec.training import EarlyStopping
-from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results, to_device
+from trainbus.data.batch_tensors import to_device
+from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import WorkerPool

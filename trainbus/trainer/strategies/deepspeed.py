@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from contracts.tensor_files import TensorKind
-from trainbus.data.loader import to_device
+from trainbus.data.batch_tensors import to_device
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.chained_optimizer import list_optimizers, make_optimizer

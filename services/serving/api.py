@@ -19,6 +19,7 @@ from services.serving.core.problems import RequestRefused
 from services.serving.core.protocol import HEADER_LENGTH, describe_model, encode_response, parse_infer
 from services.serving.core.rows import find_rows, outputs_to_rows, rows_to_samples
 from services.serving.core.signature import Signature, answer_schema, row_schema
+from services.serving.early_refusal import build_refusal
 from services.serving.router import NotServedError, PredictionFailed, Router, ServedModel
 from services.serving.version import ServedVersion
 
@@ -62,7 +63,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(OverloadedError)
     async def on_overloaded(_: Request, error: OverloadedError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
+        return build_refusal(error)
 
     @app.exception_handler(ClientDisconnected)
     async def on_disconnected(_: Request, error: ClientDisconnected) -> Response:

@@ -8,11 +8,11 @@ chunked body, before its body is read (``AdmissionMiddleware``).
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import h11
+from starlette.responses import JSONResponse
 
 from services.kit.http_server import PatientProtocol
 from services.serving.admission import OverloadedError
@@ -44,11 +44,9 @@ def find_refusal(router: Router, path: str, query: str) -> OverloadedError | Non
     return None
 
 
-def encode_refusal(error: OverloadedError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Return the body of the answer 503, and its headers."""
-    body = json.dumps({"error": str(error)}).encode()
-    length, seconds = str(len(body)).encode(), str(error.retry_after_s).encode()
-    return body, [(b"content-type", b"application/json"), (b"content-length", length), (b"retry-after", seconds)]
+def build_refusal(error: OverloadedError) -> JSONResponse:
+    """Return the answer 503."""
+    return JSONResponse({"error": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
 
 
 class RefusingProtocol(PatientProtocol):
@@ -73,9 +71,9 @@ class RefusingProtocol(PatientProtocol):
             self._refuse(error)
 
     def _refuse(self, error: OverloadedError) -> None:
-        body, headers = encode_refusal(error)
-        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-        self.transport.write(b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, body))
+        refusal = build_refusal(error)
+        lines = b"".join(b"%b: %b\r\n" % header for header in refusal.raw_headers)
+        self.transport.write(b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, bytes(refusal.body)))
         self._unset_keepalive_if_required()
         loop = asyncio.get_running_loop()
         self.timeout_keep_alive_task = loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -122,9 +120,7 @@ class AdmissionMiddleware:
             return
         error = find_refusal(self._router, scope["path"], scope["query_string"].decode("latin-1"))
         if error is not None:
-            body, headers = encode_refusal(error)
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await build_refusal(error)(scope, receive, send)
             return
         self._router.load.begin_request()
         try:

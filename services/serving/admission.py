@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.serving.core.batch_times import BatchTimes
 
@@ -42,6 +42,25 @@ class _Waiter:
     turn: asyncio.Future[None]
 
 
+@dataclass(slots=True)
+class Arrivals:
+    """Requests whose heads the event loop has read in this round, and that nothing else has counted yet.
+
+    With a thousand sockets ready at once all of them would pass before the first one counts as open.
+    """
+
+    count: int = 0
+
+    def note(self) -> None:
+        """Count one until the next round, in which it is open."""
+        if not self.count:
+            asyncio.get_running_loop().call_soon(self._forget)
+        self.count += 1
+
+    def _forget(self) -> None:
+        self.count = 0
+
+
 class HostQueue:
     """The requests to one host. Its process has a window of them; the rest waits here, first in, first out."""
 
@@ -53,6 +72,7 @@ class HostQueue:
         self._suspects: deque[_Waiter] = deque()
         self._is_alone = False
         self._handed = self._waiting = 0
+        self.arrivals = Arrivals()
 
     @property
     def max_wait_s(self) -> float:
@@ -62,7 +82,7 @@ class HostQueue:
     @property
     def expected_wait_s(self) -> float:
         """The seconds until the process begins with a request that comes now."""
-        return self.batch_times.estimate_s(self._handed + self._waiting)
+        return self.batch_times.estimate_s(self._handed + self._waiting + self.arrivals.count)
 
     def check(self) -> None:
         """Do nothing where another request may wait.
@@ -168,6 +188,7 @@ class ServerLoad:
     max_open: int
     max_wait_s: float
     open: int = 0
+    arrivals: Arrivals = field(default_factory=Arrivals)
     #: Seconds between two requests that end, while there is a backlog.
     _interval_s: float = 0.0
     _ended_at: float = 0.0
@@ -193,6 +214,7 @@ class ServerLoad:
         Raises:
             OverloadedError: too many are open, or it would wait for too long.
         """
-        wait_s = self.open * self._interval_s
-        if self.open >= self.max_open or wait_s > self.max_wait_s:
-            raise OverloadedError(f"the server is overloaded: {self.open} requests wait; try again later", wait_s)
+        waiting = self.open + self.arrivals.count
+        wait_s = waiting * self._interval_s
+        if waiting >= self.max_open or wait_s > self.max_wait_s:
+            raise OverloadedError(f"the server is overloaded: {waiting} requests wait; try again later", wait_s)

@@ -8,6 +8,7 @@ chunked body, before its body is read (``AdmissionMiddleware``).
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,14 @@ UNCOMMON = re.compile(rb"\r\n(?:connection:[ \t]*close|transfer-encoding:|upgrad
 HEAD_END = b"\r\n\r\n"
 
 
-def find_refusal(router: Router, path: str, query: str) -> OverloadedError | None:
+def find_refusal(router: Router, path: str, query: str, *, is_arrival: bool = False) -> OverloadedError | None:
     """Return why a request that comes now must not wait; None where it may, or asks for no prediction."""
     if (match := PREDICTION.fullmatch(path)) is None:
         return None
     names_version = "/versions/" in path or bool(query)
     try:
-        router.check_admission(match["predict"] or match["infer"] or match["first"], names_version=names_version)
+        name = match["predict"] or match["infer"] or match["first"]
+        router.check_admission(name, names_version=names_version, is_arrival=is_arrival)
     except OverloadedError as error:
         return error
     return None
@@ -46,7 +48,18 @@ def find_refusal(router: Router, path: str, query: str) -> OverloadedError | Non
 
 def build_refusal(error: OverloadedError) -> JSONResponse:
     """Return the answer 503."""
-    return JSONResponse({"error": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
+    return _build_refusal(str(error), error.retry_after_s)
+
+
+def _build_refusal(text: str, retry_after_s: int) -> JSONResponse:
+    return JSONResponse({"error": text}, 503, {"Retry-After": str(retry_after_s)})
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode_refusal(text: str, retry_after_s: int) -> bytes:
+    refusal = _build_refusal(text, retry_after_s)
+    lines = b"".join(b"%b: %b\r\n" % header for header in refusal.raw_headers)
+    return b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, bytes(refusal.body))
 
 
 class RefusingProtocol(PatientProtocol):
@@ -71,9 +84,7 @@ class RefusingProtocol(PatientProtocol):
             self._refuse(error)
 
     def _refuse(self, error: OverloadedError) -> None:
-        refusal = build_refusal(error)
-        lines = b"".join(b"%b: %b\r\n" % header for header in refusal.raw_headers)
-        self.transport.write(b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n%b" % (lines, bytes(refusal.body)))
+        self.transport.write(_encode_refusal(str(error), error.retry_after_s))
         self._unset_keepalive_if_required()
         loop = asyncio.get_running_loop()
         self.timeout_keep_alive_task = loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -85,7 +96,7 @@ class RefusingProtocol(PatientProtocol):
         if (missing_bytes := count_missing_bytes(data)) is None:
             return None
         path, _, query = data[5 : data.find(b" ", 5)].decode("latin-1").partition("?")
-        error = find_refusal(self._router, path, query)
+        error = find_refusal(self._router, path, query, is_arrival=True)
         if error is not None:
             self._refused_bytes = missing_bytes
         return error

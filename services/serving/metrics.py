@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import Counter, Gauge, Histogram
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -44,3 +46,9 @@ PROCESS_BYTES = Gauge(
 SHADOW_DIFFERENCES = Counter(
     "trainbus_serving_shadow_differences_total", "Shadow answers that differ from the one given, by model.", ["model"]
 )
+
+
+@functools.cache
+def count_requests(model: str, outcome: str) -> Counter:
+    """Return the counter of a model's requests with this outcome; looking it up costs as much as a refusal may."""
+    return REQUESTS.labels(model, outcome)

@@ -166,20 +166,30 @@ class Router:
         known = ", ".join(str(each.version) for each in model.versions())
         raise NotServedError(f"version {version} of model {model.name!r} is not served; served are {known}")
 
-    def check_admission(self, name: str | None, *, names_version: bool) -> None:
+    def check_admission(self, name: str | None, *, names_version: bool, is_arrival: bool = False) -> None:
         """Do nothing where a request for a model may come; one that names a version is only seen by the server.
+
+        Args:
+            is_arrival: only its head is there, and nothing counts it yet.
 
         Raises:
             OverloadedError: it would wait for too long.
         """
         model = self.models.get(name) if name else next(iter(self.models.values()), None)
+        queue = model.primary.host.queue if model is not None and model.primary is not None else None
+        if names_version:
+            queue = None
         try:
             self.load.check()
-            if model is not None and model.primary is not None and not names_version:
-                model.primary.host.queue.check()
+            if queue is not None:
+                queue.check()
         except OverloadedError:
-            metrics.REQUESTS.labels(model.name if model is not None else "", "overloaded").inc()
+            metrics.count_requests(model.name if model is not None else "", "overloaded").inc()
             raise
+        if is_arrival:
+            self.load.arrivals.note()
+            if queue is not None:
+                queue.arrivals.note()
 
     async def predict(
         self,
@@ -204,11 +214,11 @@ class Router:
         try:
             answer = Answer(target, await target.predict(samples, is_disconnected=is_disconnected))
         except OverloadedError:
-            metrics.REQUESTS.labels(model.name, "overloaded").inc()
+            metrics.count_requests(model.name, "overloaded").inc()
             raise
         except (RequestRefused, ModelError, ProcessError, PoisonedInputError) as error:
             answer = await self._handle_failure(model, version, target, samples, error)
-        metrics.REQUESTS.labels(model.name, "answered").inc()
+        metrics.count_requests(model.name, "answered").inc()
         metrics.REQUEST_SECONDS.labels(model.name).observe(time.monotonic() - started)
         self._send_shadow(model, samples, answer)
         return answer
@@ -294,7 +304,7 @@ class Router:
         """Return what the client gets: an error of the model is the input's fault where its process is sound."""
         if isinstance(error, ModelError) and await failed.host.is_sound():
             error = RequestRefused((InputProblem("", f"the model failed on this input: {error}"),), 422)
-        metrics.REQUESTS.labels(model.name, "refused" if isinstance(error, RequestRefused) else "error").inc()
+        metrics.count_requests(model.name, "refused" if isinstance(error, RequestRefused) else "error").inc()
         match error:
             case RequestRefused():
                 return error

@@ -243,3 +243,15 @@ def test_a_full_server_refuses_every_request_for_a_prediction(path: str, is_pred
     router = Router(1.0, ServerLoad(max_open=1, max_wait_s=1.0))
     router.load.begin_request()
     assert (find_refusal(router, path, "") is not None) == is_prediction
+
+
+async def test_of_many_heads_that_are_read_at_once_no_more_pass_than_may_be_open() -> None:
+    router = Router(1.0, ServerLoad(max_open=3, max_wait_s=1.0))
+
+    def count_refused(requests: int) -> int:
+        found = [find_refusal(router, "/predict", "", is_arrival=True) for _ in range(requests)]
+        return sum(each is not None for each in found)
+
+    assert count_refused(5) == 2
+    await asyncio.sleep(0)  # the next round of the event loop: what was read is open, or has ended
+    assert count_refused(3) == 0

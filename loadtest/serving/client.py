@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from loadtest.common import percentile
+from loadtest.serving.http_client import HttpClient
 
 #: The first rate that is tried.
 FIRST_PER_S = 120.0
@@ -18,6 +20,9 @@ FIRST_PER_S = 120.0
 FINE_GROWTH = 7 / 6
 #: Seconds after which a client gives a request up.
 TIMEOUT_S = 30.0
+#: What an answer names in its headers.
+VERSION = re.compile(rb"\r\ntrainbus-version:[ \t]*(\d+)", re.IGNORECASE)
+DIGEST = re.compile(rb"\r\ntrainbus-digest:[ \t]*(\w+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +56,20 @@ class Reply:
     problem: str = ""
 
 
-async def ask(session: aiohttp.ClientSession, door: Door, number: int) -> Reply:
+async def ask(client: HttpClient, door: Door, number: int) -> Reply:
     """Send one request, and compare its answer."""
     query = door.queries[number % len(door.queries)]
     started = time.perf_counter()
     try:
-        headers = {"Content-Type": query.content_type}
-        async with session.post(door.url, data=query.body, headers=headers) as response:
-            content = await response.json(content_type=None)
-            seconds = time.perf_counter() - started
-            if response.status != 200:
-                return Reply(started, seconds, response.status, True, problem=str(content))
-            version, digest = response.headers.get("Trainbus-Version", "0"), response.headers.get("Trainbus-Digest", "")
-            return Reply(started, seconds, 200, door.read(content) == query.answer, int(version), digest)
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        response = await client.post(query.body, query.content_type)
+        seconds = time.perf_counter() - started
+        if response.status != 200:
+            return Reply(started, seconds, response.status, True, problem=response.body.decode(errors="replace"))
+        version, digest = VERSION.search(response.head), DIGEST.search(response.head)
+        is_right = door.read(json.loads(response.body)) == query.answer
+        named = (int(version[1]) if version else 0, digest[1].decode() if digest else "")
+        return Reply(started, seconds, 200, is_right, *named)
+    except (OSError, TimeoutError, ValueError) as error:
         return Reply(started, time.perf_counter() - started, 0, True, problem=repr(error))
 
 
@@ -81,28 +86,28 @@ class SteadyClient:
 
     async def run(self, seconds: float = float("inf")) -> list[Reply]:
         """Send until cancelled, or for so long; return the replies once all are there."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-            began = due = time.perf_counter()
-            number = 0
-            try:
-                while due - began < seconds:
-                    task = asyncio.create_task(self._send(session, number))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                    number += 1
-                    due += 1 / self.rate
-                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            finally:
-                await asyncio.gather(*self._tasks)
+        client = HttpClient(self.door.url, TIMEOUT_S)
+        began = due = time.perf_counter()
+        number = 0
+        try:
+            while due - began < seconds:
+                task = asyncio.create_task(self._send(client, number))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                number += 1
+                due += 1 / self.rate
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        finally:
+            await asyncio.gather(*self._tasks)
+            client.close()
         return self.replies
 
     def first_answer(self, version: int) -> asyncio.Future[float]:
         """Return when the first answer of a version arrived, or will have."""
         return self.first_answers.setdefault(version, asyncio.get_running_loop().create_future())
 
-    async def _send(self, session: aiohttp.ClientSession, number: int) -> None:
-        reply = await ask(session, self.door, number)
+    async def _send(self, client: HttpClient, number: int) -> None:
+        reply = await ask(client, self.door, number)
         if reply.version and not (first := self.first_answer(reply.version)).done():
             first.set_result(reply.started + reply.seconds)
         self.replies.append(reply)
@@ -110,11 +115,10 @@ class SteadyClient:
 
 async def follow_connection(door: Door, gap_s: float, replies: list[Reply]) -> None:
     """Send one request after the other over one connection, until cancelled."""
-    connector = aiohttp.TCPConnector(limit=1)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
-        for number in range(10**9):
-            replies.append(await ask(session, door, number))
-            await asyncio.sleep(gap_s)
+    client = HttpClient(door.url, TIMEOUT_S)
+    for number in itertools.count():
+        replies.append(await ask(client, door, number))
+        await asyncio.sleep(gap_s)
 
 
 def answered(replies: Sequence[Reply]) -> list[Reply]:

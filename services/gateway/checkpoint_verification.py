@@ -57,7 +57,7 @@ async def verify_checkpoints(
 async def _read_blobs(objects: ObjectStore, checkpoint: Checkpoint) -> list[Blob] | None:
     """Return the blobs of a checkpoint, None if its manifest is not the one that was committed."""
     try:
-        content = await objects.get(checkpoint.uri)
+        content = await objects.get_or_find_damage(checkpoint.uri)
         if checkpoint.manifest_sha256 not in (None, hashlib.sha256(content).hexdigest()):
             return None
         return await asyncio.to_thread(lambda: list(blobs_of_files(files_of(content))))

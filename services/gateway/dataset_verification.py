@@ -48,7 +48,7 @@ async def verify_datasets(
     for stored in datasets:
         found.datasets += 1
         try:
-            manifest = stored.read(await objects.get(stored.manifest_uri))
+            manifest = stored.read(await objects.get_or_find_damage(stored.manifest_uri))
         except (ObjectNotFound, ValueError) as error:
             problem = "is missing" if isinstance(error, ObjectNotFound) else str(error)
             found.damaged[stored.dataset_id] = [DamagedFile(uri=stored.manifest_uri, problem=problem)]

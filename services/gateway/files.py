@@ -40,6 +40,7 @@ PIECE_BYTES = 8 * 2**20
 #: Seconds for which a read is repeated while the store does not answer: a client waits behind it.
 PATIENCE_S = 10.0
 REMEDY = "`trainbus checkpoints verify --repair` looks for another copy"
+CODE_REMEDY = "delete it there, and submit the same project again"
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class RunFiles:
 
     async def get(self, uri: str) -> bytes:
         """Return a whole object, which is known to be small."""
-        return await (await self.open()).get(uri)
+        return await (await self.open()).get_or_find_damage(uri)
 
     async def read_chunks(self, file: CheckpointFile, start: int, stop: int) -> AsyncIterator[bytes]:
         """Yield the bytes of a checkpoint's file; the piece after the one in hand is read ahead."""
@@ -231,7 +232,7 @@ def file_routes(projection: Projection, files: RunFiles, answers: LongAnswers) -
         code = (row["spec"] or {}).get("code")
         if code is None:
             raise HTTPException(404, f"run {row['run_id']} has no code package")
-        content = await guard(files.get(code["uri"]))
+        content = await guard(files.get(code["uri"]), CODE_REMEDY)
         return Response(content, media_type="application/gzip", headers=tag(code["sha256"]))
 
     return router

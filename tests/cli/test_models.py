@@ -11,7 +11,7 @@ import pytest
 from contracts.spec.gates import ModelGates, SliceGate
 from trainbus.client.errors import UsageError
 from trainbus.client.models import ModelRecord, ModelVersion, change_gates, find_unmeasured
-from trainbus.commands.models import format_version_reason, print_models, print_served
+from trainbus.commands.models import print_models, print_served
 
 CHANGES: dict[str, tuple[ModelGates, list[str], list[str], ModelGates | str]] = {
     "set": (ModelGates(), ["confidence=0.95", "approval=true"], [], ModelGates(confidence=0.95, approval=True)),
@@ -88,7 +88,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("rollback", "reason", "text"), REASONS)
 def test_the_reason_of_a_version(rollback: bool, reason: str, text: str) -> None:
-    assert format_version_reason(version(3, rollback=rollback, reason=reason)) == text
+    assert version(3, rollback=rollback, reason=reason).describe_reason() == text
 
 
 def test_a_file_of_gates_replaces_what_was_set(tmp_path: Path) -> None:

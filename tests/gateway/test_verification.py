@@ -19,9 +19,10 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunPrepared
 from contracts.events.train import TrainRequested
 from contracts.spec.run import Code, RunSpec
-from services.kit.bus import Bus
+from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader
 from services.kit.store.uris import split_uri
 from tests.cli.test_datasets import Made, record
 from tests.gateway.conftest import RUN, Running
@@ -280,6 +281,55 @@ async def test_one_changed_byte_at_any_link_is_named(
     assert await find_failed() == set()
     await model.replace_request(b'"mine"', b'"mind"')
     assert await find_failed() == {"request"}
+
+
+async def test_an_object_that_the_store_finds_damaged_is_named(
+    bus: Bus,
+    client: AsyncClient,  # noqa: F811
+    objects: ObjectStore,
+    s3_settings: Settings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SeaweedFS answers 500 to a read of rotten bytes, as if it were away."""
+    model = TracedModel(bus, objects, s3_settings)
+    await model.publish()
+    damaged: list[str] = []
+    read = ObjectReader.get
+
+    async def read_unless_damaged(reader: ObjectReader, uri: str, **versions: Any) -> bytes:
+        if uri in damaged:
+            raise TransientError(f"object store: {uri}: status 500")
+        return await read(reader, uri, **versions)
+
+    monkeypatch.setattr(ObjectReader, "get", read_unless_damaged)
+    for what in ("code package", "dataset manifest", "manifest"):
+        damaged[:] = [model.objects_of[what]]
+        assert await trace(client, "digits", as_json=True) == 1
+        links = json.loads(capsys.readouterr().out)["links"]
+        details = {link["name"]: link["detail"] for link in links if link["verified"] is False}
+        assert f"{damaged[0]} cannot be read: the store finds it damaged" in details[CHANGED_LINKS[what]]
+    whole = await client.connection.await_result("/checkpoints/verify", lambda *_: None)
+    assert whole["rotten"] == {damaged[0]: damaged}
+
+
+async def test_damaged_files_are_named(
+    bus: Bus,
+    client: AsyncClient,  # noqa: F811
+    objects: ObjectStore,
+    s3_settings: Settings,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = TracedModel(bus, objects, s3_settings)
+    await model.publish()
+    for what in ("artifact", "weights blob"):
+        await objects.delete(model.objects_of[what])
+    assert await trace(client, "digits") == 1
+    lines = capsys.readouterr().out.splitlines()
+    repair = f"`trainbus checkpoints verify {model.run_id} --repair` looks for another copy"
+    assert f"✗ artifacts  labels.json: missing or damaged: artifacts/labels.json; {repair}" in lines
+    weights = next(line for line in lines if line.startswith("✗ weights"))
+    assert weights.endswith(f": missing or damaged: model-0.safetensors; {repair}")
 
 
 async def test_a_server_that_must_answer_and_does_not(

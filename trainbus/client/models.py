@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from contracts.base import TOKEN_PATTERN
+from contracts.formats import format_reason
 from contracts.lenient import Lenient
 from contracts.metric_names import strip_split, suggest_metric
 from contracts.problems import describe_problems, join_problems
@@ -41,6 +42,10 @@ class ModelVersion:
     reason: str
     rollback: bool
     promoted_at: datetime
+
+    def describe_reason(self) -> str:
+        """Return why it became the champion."""
+        return f"rolled back{format_reason(self.reason)}" if self.rollback else self.reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ async def trace_model(
             return
     assert version is not None
     what = f"{name} version {version.version}, promoted {version.promoted_at:%Y-%m-%d %H:%M} UTC"
-    yield TraceLink("version", what, None, version.reason)
+    yield TraceLink("version", what, None, version.describe_reason())
     async for link in _trace_checkpoint(connection, address, version, advance):
         yield link
     accepted = await connection.read_last(streams.FACTS, subjects.fact("run", version.run_id, RunAccepted.fact))
@@ -150,18 +150,20 @@ async def _trace_files(connection: Connection, loaded: LoadedCheckpoint, advance
     params = {"mark": stored.step, "generation": stored.commit.generation}
     path = f"/training-runs/{stored.commit.run_id}/checkpoints/verify"
     found = await connection.await_result(path, advance, params=params)
-    damaged = set(found["rotten"].get(stored.uri, ()))
+    rotten = set(found["rotten"].get(stored.uri, ()))
+    damaged = [file.path for file in loaded.files if any(blob.uri in rotten for blob in blobs_of_files([file]))]
+    damaged = damaged or sorted(rotten)
     repair = f"`trainbus checkpoints verify {stored.commit.run_id} --repair` looks for another copy"
     artifacts = artifacts_of(loaded.files)
-    of_artifacts = {blob.uri for blob in blobs_of_files(artifacts.values())}
+    of_artifacts = {each.path for each in artifacts.values()}
     digest = f", state {stored.commit.state_digest[:16]}" if stored.commit.state_digest else ""
     weights = f"{plural(len(loaded.files), 'file')}, {format_bytes(stored.commit.size_bytes)}{digest}"
     for name, what, broken in (
-        ("artifacts", ", ".join(sorted(artifacts)), damaged & of_artifacts),
-        ("weights", weights, damaged - of_artifacts),
+        ("artifacts", ", ".join(sorted(artifacts)), [path for path in damaged if path in of_artifacts]),
+        ("weights", weights, [path for path in damaged if path not in of_artifacts]),
     ):
         if what:
-            problem = f"{plural(len(broken), 'blob')} missing or damaged: {repair}" if broken else ""
+            problem = f"missing or damaged: {_name_some(broken)}; {repair}" if broken else ""
             yield TraceLink(name, what, not broken, problem)
 
 
@@ -197,6 +199,10 @@ async def _trace_code(address: StackAddress, run_id: str, code: Any) -> TraceLin
                 digest.update(block)
     except NotFoundError:
         return TraceLink("code", what, False, f"{code.uri} is no longer in the store")
+    except StackUnreachableError:
+        raise
+    except TrainbusError as error:
+        return TraceLink("code", what, False, str(error))
     detail = f"package {code.sha256[:16]}"
     is_same = digest.hexdigest() == code.sha256
     return TraceLink("code", what, is_same, detail if is_same else f"{code.uri} is damaged")
@@ -210,7 +216,7 @@ async def _trace_dataset(connection: Connection, version: ModelVersion, advance:
     dataset_id = prepared.event.dataset_id
     found = await verify_datasets(connection, [dataset_id], advance)
     damaged = found.damaged.get(dataset_id, [])
-    what = f"{dataset_id}: {plural(found.samples, 'sample')} in {plural(found.shards, 'shard')}"
+    what = f"{dataset_id}, {plural(found.samples, 'sample')} in {plural(found.shards, 'shard')}"
     problems = "; ".join(f"{each.path or each.uri} {each.problem}" for each in damaged[:MAX_NAMED])
     yield TraceLink("dataset", what, not damaged, problems)
     yield await _trace_sources(connection, dataset_id)
@@ -225,12 +231,16 @@ async def _trace_sources(connection: Connection, dataset_id: str) -> TraceLink:
         raise
     except TrainbusError as error:
         return TraceLink("sources", "what the dataset was made of", False, str(error))
-    what = f"{found['source']}: {plural(found['objects'], 'object')}"
+    what = f"{found['source']}, {plural(found['objects'], 'object')}"
     if not found["is_compared"]:
         return TraceLink("sources", what, None, "a folder of a machine: only the dataset's own copy can be verified")
     if found["changed_count"]:
-        named = ", ".join(found["changed"][:MAX_NAMED]) + (" ..." if found["changed_count"] > MAX_NAMED else "")
+        named = _name_some(found["changed"])
         count = plural(found["changed_count"], "object is", "objects are")
         detail = f"{count} gone or changed since ({named}); the dataset holds what was read"
         return TraceLink("sources", what, False, detail)
-    return TraceLink("sources", what, True)
+    return TraceLink("sources", what, True, "by their ETags")
+
+
+def _name_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (" ..." if len(names) > MAX_NAMED else "")

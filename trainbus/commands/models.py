@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contracts import subjects
-from contracts.formats import format_reason
 from contracts.texts import describe
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.commands import render
@@ -108,11 +107,6 @@ def _metrics(version: ModelVersion) -> str:
     return f"{render.numbers(version.training_metrics)} [dim](training)[/]"
 
 
-def format_version_reason(version: ModelVersion) -> str:
-    """Return why a version became the champion."""
-    return f"rolled back{format_reason(version.reason)}" if version.rollback else version.reason
-
-
 def _print_pending(record: ModelRecord) -> None:
     for each in record.pending:
         run_id = each.run_id
@@ -144,7 +138,7 @@ async def show(client: AsyncClient, name: Name, as_json: Json = False) -> None:
             f"{each.version}" + (f" [green]{render.escape(label)}[/]" if label else ""),
             each.run_id,
             _metrics(each),
-            render.escape(format_version_reason(each)),
+            render.escape(each.describe_reason()),
             render.ago(each.promoted_at, now),
         )
     render.console().print(table)

@@ -38,7 +38,7 @@ async def trace(
         async for link in trace_model(client.connection, client.address, target, advance, url):
             links.append(link)
             if not as_json:
-                detail = f" [dim]{render.escape(link.detail)}[/]" if link.detail else ""
+                detail = f": [dim]{render.escape(link.detail)}[/]" if link.detail else ""
                 line = f"{MARKS[link.verified]} {link.name:<10} {render.escape(link.what)}{detail}"
                 render.console().print(line, soft_wrap=True)
     failed = [link for link in links if link.verified is False]

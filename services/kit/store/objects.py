@@ -171,6 +171,21 @@ class ObjectStore:
         """Return a whole object, which is known to be small; arguments and errors as in ``ObjectReader.read``."""
         return await self.reader.get(uri, etag=etag, size_bytes=size_bytes)
 
+    async def get_or_find_damage(self, uri: str) -> bytes:
+        """Return a whole object, which is known to be small.
+
+        A store with checksums of its own answers a read of rotten bytes as if it were away.
+
+        Raises:
+            ObjectCorrupted: the store has the object, and does not answer with its content.
+            TransientError: the store does not answer.
+        """
+        try:
+            return await self.get(uri)
+        except TransientError as error:
+            await self.head(uri)
+            raise ObjectCorrupted(f"{uri} cannot be read: the store finds it damaged") from error
+
     async def head(self, uri: str) -> ObjectInfo:
         """Return size, ETag and, if the store records it, the hash; raises ``ObjectNotFound``."""
         bucket, key = split_uri(uri)

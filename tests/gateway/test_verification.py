@@ -16,7 +16,7 @@ from contracts.base import run_id_for
 from contracts.datasets import dataset_uri, shard_uri
 from contracts.envelope import MESSAGE_ID_HEADER, Envelope
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunPrepared
+from contracts.events.run import RunPrepared, RunPromoted
 from contracts.events.train import TrainRequested
 from contracts.spec.run import Code, RunSpec
 from services.kit.bus import Bus, TransientError
@@ -29,7 +29,7 @@ from tests.gateway.conftest import RUN, Running
 from tests.gateway.test_files import StoredFiles, client, gateway, sha256, stored  # noqa: F401 - the fixtures
 from tests.kit.support import until
 from trainbus import AsyncClient, TrainbusError
-from trainbus.client.errors import StackUnreachableError
+from trainbus.client.errors import NotFoundError, StackUnreachableError
 from trainbus.commands import checkpoints
 from trainbus.commands.trace import trace
 
@@ -281,6 +281,27 @@ async def test_one_changed_byte_at_any_link_is_named(
     assert await find_failed() == set()
     await model.replace_request(b'"mine"', b'"mind"')
     assert await find_failed() == {"request"}
+
+
+async def test_a_run_is_traced_as_the_version_that_it_became(
+    bus: Bus,
+    client: AsyncClient,  # noqa: F811
+    objects: ObjectStore,
+    s3_settings: Settings,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = TracedModel(bus, objects, s3_settings)
+    await model.publish()
+    for target in (model.run_id, "mine"):
+        with pytest.raises(NotFoundError, match=f"run {model.run_id} is no version of a model"):
+            await trace(client, target)
+    await bus.publish(RunPromoted(run_id=model.run_id, model="digits", version=1, reason="better"))
+    for target in (model.run_id, "mine"):
+        assert await trace(client, target) == 0
+        assert "· version    digits version 1, promoted" in capsys.readouterr().out
+    for target in ("other", "mine@1"):
+        with pytest.raises(NotFoundError, match=r"there is no model '(other|mine)'; there are digits"):
+            await trace(client, target)
 
 
 async def test_an_object_that_the_store_finds_damaged_is_named(

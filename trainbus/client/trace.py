@@ -21,6 +21,7 @@ from trainbus.client.errors import NotFoundError, StackUnreachableError, Trainbu
 from trainbus.client.gateway import open_gateway
 from trainbus.client.models import ModelRecord, ModelVersion, find_model
 from trainbus.client.run_files import open_file_source, read_manifest
+from trainbus.client.run_list import read_detail
 from trainbus.client.served_version import ServedVersion, read_served_version
 
 #: Files or objects that are named when they differ.
@@ -42,7 +43,7 @@ class TraceLink:
 async def trace_model(
     connection: Connection, address: StackAddress, target: str, advance: Advance, serving_url: str | None = None
 ) -> AsyncIterator[TraceLink]:
-    """Yield the chain of MODEL or MODEL@VERSION, link by link, every byte of it read and compared.
+    """Yield the chain of MODEL, MODEL@VERSION or a RUN that was promoted, link by link, all bytes read and compared.
 
     Where a serving server is known, the chain begins with what it says that it has loaded. Of MODEL alone, the version
     that answers there is traced; without a server the champion is.
@@ -52,10 +53,9 @@ async def trace_model(
         serving_url: of the serving server that must answer; None: the stack's, which need not serve the model.
 
     Raises:
-        NotFoundError: there is no such model or version.
+        NotFoundError: there is no such model or version, or the run was not promoted.
     """
-    name, _, mark = target.partition("@")
-    record = await find_model(connection, name)
+    record, mark = await _find_target(connection, target)
     version: ModelVersion | None = record.find(mark)
     if (url := serving_url or address.serving_url) is not None:
         link, version = await _trace_served(connection, record, mark, url, must_answer=serving_url is not None)
@@ -63,7 +63,7 @@ async def trace_model(
         if version is None:
             return
     assert version is not None
-    what = f"{name} version {version.version}, promoted {version.promoted_at:%Y-%m-%d %H:%M} UTC"
+    what = f"{record.model} version {version.version}, promoted {version.promoted_at:%Y-%m-%d %H:%M} UTC"
     yield TraceLink("version", what, None, version.describe_reason())
     async for link in _trace_checkpoint(connection, address, version, advance):
         yield link
@@ -77,6 +77,23 @@ async def trace_model(
     yield await _trace_code(address, version.run_id, spec.code)
     async for link in _trace_dataset(connection, version, advance):
         yield link
+
+
+async def _find_target(connection: Connection, target: str) -> tuple[ModelRecord, str]:
+    """Return the model, and the version as it was named or as the run became it; a model goes before a run."""
+    name, _, mark = target.partition("@")
+    try:
+        return await find_model(connection, name), mark
+    except NotFoundError as no_model:
+        try:
+            run = await read_detail(connection, target)
+        except NotFoundError:
+            raise no_model from None
+    record = await find_model(connection, run["model"]) if run["model"] is not None else None
+    versions = [each.version for each in record.versions if each.run_id == run["run_id"]] if record is not None else []
+    if record is None or not versions:
+        raise NotFoundError(f"run {run['run_id']} is no version of a model: it was not promoted")
+    return record, str(versions[-1])
 
 
 async def _trace_served(

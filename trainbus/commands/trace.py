@@ -22,7 +22,10 @@ MARKS = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[dim]·[/]"}
 async def trace(
     client: AsyncClient,
     target: Annotated[
-        str, typer.Argument(metavar="MODEL[@VERSION]", help="A model; a version is a number or an alias.")
+        str,
+        typer.Argument(
+            metavar="MODEL[@VERSION]|RUN", help="A model, whose version is a number or an alias; or a promoted run."
+        ),
     ],
     url: Annotated[
         str | None,

@@ -68,5 +68,6 @@ class ServingSettings(Settings):
         return WatchLimits(
             max_error_share=self.serving_max_error_share,
             max_latency_ratio=self.serving_max_latency_ratio,
+            max_batch=self.serving_max_batch,
             max_growth_bytes=self.serving_max_growth_bytes,
         )

@@ -17,6 +17,7 @@ from services.kit.concurrency import cancel_and_wait
 from services.kit.warm_server import WarmServer
 from services.serving import metrics, priority
 from services.serving.admission import HostQueue, IsDisconnected
+from services.serving.core.batch_times import FullBatchTime
 from services.serving.core.poison import PoisonedInputs
 from services.serving.core.problems import RequestRefused
 from services.serving.core.signature import Signature
@@ -73,6 +74,9 @@ class ModelHost:
         self.last_crash = ""
         self.loaded_bytes = 0
         self.poisoned = PoisonedInputs()
+        #: Of the warm-up: what a process takes before it answers users.
+        self.warm_up_time = FullBatchTime(limits.max_batch)
+        self._has_taken_up = False
         self._probe: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
@@ -85,7 +89,8 @@ class ModelHost:
         self._keeper = asyncio.create_task(self._keep_running(), name=f"keep {self._model}")
 
     def take_up(self) -> None:
-        """Give the process the priority of one that answers."""
+        """Give the process the priority of one that answers; the warm-up is over."""
+        self._has_taken_up = True
         if self._process is not None:
             priority.set_niceness(self._process.pid, priority.ANSWERING_NICENESS)
 
@@ -169,10 +174,15 @@ class ModelHost:
         process = await ModelProcess.start(
             self.artifact.folder, self.artifact.environment, self._limits, self._warm_server, niceness
         )
-        process.on_batch = self.queue.batch_times.observe
+        process.on_batch = self._observe_batch
         process.known_good = self._process.known_good if self._process is not None else None
         self._process, self.loaded_bytes = process, process.resident_bytes()
         self._changed.set()
+
+    def _observe_batch(self, samples: int, seconds: float) -> None:
+        self.queue.batch_times.observe(samples, seconds)
+        if not self._has_taken_up:
+            self.warm_up_time.observe(samples, seconds)
 
     async def _keep_running(self) -> None:
         """Start the process again whenever it has ended; replace it when it has grown too much."""
@@ -224,7 +234,7 @@ class ServedVersion:
         self.promotion, self.host, self.signature = promotion, host, signature
         #: Samples of the evaluation that it answered as there before it took over.
         self.golden_samples = golden_samples
-        self.tally = RequestTally()
+        self.tally = RequestTally(full_batch_s=host.warm_up_time.seconds)
         #: Whether it may still be taken back.
         self.is_watched = False
         self._ends_before = host.unexplained_ends
@@ -308,6 +318,7 @@ class ServedVersion:
             self.tally.last_error = str(error)
             raise
         self.tally.answered += 1
+        self.tally.largest_request = max(self.tally.largest_request, len(samples))
         # Of the work alone: how long a request waits depends on how many there are, not on the version.
         self.tally.latencies_s.append(prediction.seconds)
         return prediction.outputs

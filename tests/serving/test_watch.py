@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import deque
 from typing import Any
 
 import pytest
 
 from contracts.events.model import ModelDeployFailed
 from loadtest.served_models import draw_rows
+from services.serving.core.batch_times import FullBatchTime
 from services.serving.core.watch import RequestTally, WatchLimits, find_regression
 from services.serving.deployer import MAX_UNEXPLAINED_ENDS
 from tests.serving.conftest import House, wait_until
@@ -44,6 +46,65 @@ def test_errors_count_where_the_version_before_answers(new: RequestTally, reason
     found = find_regression(new, tally(answered=1000), WatchLimits())
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+#: Answers of the version before and their seconds, what a full batch of its warm-up took -> the baseline.
+BASELINES = [
+    pytest.param(100, 0.2, 0.9, 0.2, "of the version before 200 ms", id="its answers"),
+    pytest.param(
+        99, 0.2, 0.3, 0.3, "of the version before, by the full batches of its warm-up, 300 ms", id="its warm-up"
+    ),
+    pytest.param(0, 0.0, 0.2, 0.2, "by the full batches of its warm-up, 200 ms", id="its warm-up alone"),
+    pytest.param(99, 0.4, 0.3, 0.4, "by the full batches of its warm-up, 400 ms", id="few, slower answers"),
+    pytest.param(0, 0.0, 0.0, 0.034, "by the full batches of its warm-up, 0 ms", id="too short to be measured"),
+    pytest.param(0, 0.0, 0.001, 0.034, "by the full batches of its warm-up, 1 ms", id="never below 0.1 s"),
+]
+
+
+@pytest.mark.parametrize(("answers", "seconds", "full_batch_s", "baseline_s", "reason"), BASELINES)
+def test_latency_is_compared_with_answers_or_else_with_a_warm_up(
+    answers: int, seconds: float, full_batch_s: float, baseline_s: float, reason: str
+) -> None:
+    old = tally(latencies_s=deque([seconds] * answers), full_batch_s=full_batch_s)
+    slower = deque([3.1 * baseline_s] * 100)
+    assert reason in find_regression(tally(latencies_s=slower), old, WatchLimits())
+    assert find_regression(tally(latencies_s=deque([*slower][1:])), old, WatchLimits()) == ""
+    assert find_regression(tally(latencies_s=deque([2.9 * baseline_s] * 100)), old, WatchLimits()) == ""
+
+
+def test_a_request_of_many_samples_takes_as_many_full_batches() -> None:
+    old = tally(full_batch_s=0.2)
+    for largest_request, reason in ((33, "by the full batches of its warm-up, 206 ms"), (320, "")):
+        new = tally(latencies_s=deque([0.7] * 100), largest_request=largest_request)
+        assert reason in (found := find_regression(new, old, WatchLimits()))
+        assert bool(found) == bool(reason)
+
+
+def test_nothing_is_too_slow_beside_a_version_without_answers_and_samples() -> None:
+    slow = tally(latencies_s=deque([9.0] * 100))
+    assert find_regression(slow, tally(latencies_s=deque([0.1] * 99)), WatchLimits()) == ""
+    assert find_regression(slow, None, WatchLimits()) == ""
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds"),
+    [
+        # The first one, which imports and compiles, is the longest.
+        ([(32, 0.5), (32, 0.2), (1, 0.1)], 0.5),
+        # Both frames of a short batch may arrive at once: then its time is 0, and a single sample's is more.
+        ([(32, 0.0), (1, 0.1), (1, 0.2)], 0.2),
+        ([(32, 0.0)], 0.0),
+        # An example of four rows fits in a batch eight times.
+        ([(4, 0.1), (1, 0.1)], 0.8),
+        ([(64, 0.3)], 0.3),
+    ],
+)
+def test_a_full_batch_is_estimated_by_the_largest_batches(batches: list[tuple[int, float]], seconds: float) -> None:
+    time = FullBatchTime(32)
+    assert time.seconds is None
+    for batch in batches:
+        time.observe(*batch)
+    assert time.seconds == pytest.approx(seconds)
 
 
 async def ask_until_taken_back(house: House, version: int, *rows: dict[str, Any]) -> tuple[ModelDeployFailed, set[int]]:
@@ -120,6 +181,21 @@ async def test_a_version_that_gets_worse_in_use_is_taken_back(start_house: Any, 
     assert reason in fact.reason
     assert 2 in versions
     assert (await house.predict(ROWS[0]))["version"] == 1
+
+
+@pytest.mark.shell
+async def test_a_slow_version_is_taken_back_for_one_that_answered_nothing(start_house: Any) -> None:
+    house: House = await start_house(serving_max_latency_ratio=1)
+    await house.deploy("r1")
+    warm_up_s = house.host.warm_up_time.seconds
+    assert warm_up_s is not None
+    await house.deploy("r2", "slow later")
+    assert house.served.previous is not None
+    # Other work on the machine must not make the baseline slower than the defect.
+    house.served.previous.tally.full_batch_s = min(warm_up_s, 0.1)
+    fact, _ = await ask_until_taken_back(house, 2, ROWS[0])
+    assert "of the version before, by the full batches of its warm-up," in fact.reason
+    assert house.host.warm_up_time.seconds == warm_up_s, "answers to users are no part of it"
 
 
 @pytest.mark.shell

@@ -46,3 +46,20 @@ class BatchTimes:
         """Return for how long the process computes so many samples; 0 before the first batch."""
         batches = -(-samples // self.max_batch)
         return batches * self.per_batch_s + samples * self.per_sample_s
+
+
+@dataclass(slots=True)
+class FullBatchTime:
+    """The longest time that a full batch should take: a smaller one that was computed counts as often as it fits."""
+
+    max_batch: int
+    #: None before the first batch.
+    seconds: float | None = None
+    _samples: int = 0
+
+    def observe(self, samples: int, seconds: float) -> None:
+        """Add a batch. Of one with fewer samples than another before it, the time alone counts."""
+        if samples >= self._samples:
+            seconds *= max(1.0, self.max_batch / samples)
+            self._samples = samples
+        self.seconds = max(self.seconds or 0.0, seconds)

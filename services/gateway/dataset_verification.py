@@ -50,7 +50,8 @@ async def verify_datasets(
         try:
             manifest = stored.read(await objects.get_or_find_damage(stored.manifest_uri))
         except (ObjectNotFound, ValueError) as error:
-            problem = "is missing" if isinstance(error, ObjectNotFound) else str(error)
+            text = str(error).removeprefix(f"{stored.manifest_uri} ")
+            problem = "is missing" if isinstance(error, ObjectNotFound) else text
             found.damaged[stored.dataset_id] = [DamagedFile(uri=stored.manifest_uri, problem=problem)]
             continue
         for shard in _list_shards(stored, manifest, found):

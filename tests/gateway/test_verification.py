@@ -328,8 +328,9 @@ async def test_an_object_that_the_store_finds_damaged_is_named(
         damaged[:] = [model.objects_of[what]]
         assert await trace(client, "digits", as_json=True) == 1
         links = json.loads(capsys.readouterr().out)["links"]
-        details = {link["name"]: link["detail"] for link in links if link["verified"] is False}
-        assert f"{damaged[0]} cannot be read: the store finds it damaged" in details[CHANGED_LINKS[what]]
+        (text,) = (f"{each['what']} {each['detail']}" for each in links if each["name"] == CHANGED_LINKS[what])
+        assert f"{damaged[0]} cannot be read: the store finds it damaged" in text
+        assert text.count(damaged[0]) == 1, "named once"
     whole = await client.connection.await_result("/checkpoints/verify", lambda *_: None)
     assert whole["rotten"] == {damaged[0]: damaged}
 

@@ -152,7 +152,8 @@ async def _trace_checkpoint(
     except StackUnreachableError:
         raise
     except TrainbusError as error:
-        yield TraceLink("checkpoint", version.checkpoint_uri, False, str(error))
+        problem = str(error).removeprefix(f"{version.checkpoint_uri} ")
+        yield TraceLink("checkpoint", version.checkpoint_uri, False, problem)
         return
     recorded = commit.manifest_sha256
     detail = f"{commit.checkpoint.point}, manifest {loaded.manifest_sha256[:16]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +21,17 @@ from services.kit.concurrency import cancel_and_wait
 PAUSE_S, SETTLE_S = 1.0, 0.25
 #: Connections on which one request follows the other, beside the steady load, and the seconds between two.
 CONNECTIONS, GAP_S = 4, 0.05
+#: A process with the priority of one that loads a version. At each line it takes and returns memory, for as long as a
+#: swap of the linear model counts.
+NEIGHBOUR = """
+import os, sys, time
+os.nice(10)
+for _ in sys.stdin:
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.35:
+        bytearray(64 * 2**20)
+    print(flush=True)
+"""
 
 
 async def measure_swaps(kind: ServedKind, swaps: int, rollbacks: int, rate: float) -> dict[str, Any]:
@@ -39,6 +51,7 @@ async def measure_swaps(kind: ServedKind, swaps: int, rollbacks: int, rate: floa
                 figures = await _swap(bench, client, runs)
                 # A rollback brings an older run back, and has a higher version than what it replaces.
                 figures |= await _roll_back(bench, client, runs, rollbacks)
+                figures |= await _sit_beside(client, swaps)
             finally:
                 await cancel_and_wait(*sending)
             everything = client.replies + [reply for each in followed for reply in each]
@@ -48,7 +61,6 @@ async def measure_swaps(kind: ServedKind, swaps: int, rollbacks: int, rate: floa
 async def _swap(bench: Bench, client: SteadyClient, runs: Sequence[str]) -> dict[str, Any]:
     windows: list[tuple[float, float]] = []
     first_answers_s: list[float] = []
-    began = time.perf_counter()
     for run_id in runs[1:]:
         fact = await bench.deploy(run_id)
         answered = await client.first_answer(fact.version)
@@ -56,10 +68,7 @@ async def _swap(bench: Bench, client: SteadyClient, runs: Sequence[str]) -> dict
         first_answers_s.append(answered - started)
         windows.append((started, time.perf_counter() + SETTLE_S))
         await asyncio.sleep(SETTLE_S + PAUSE_S)
-    ended = time.perf_counter()
-    done = [each for each in client.replies if began <= each.started <= ended]
-    inside = [each.seconds for each in done if any(start <= each.started <= end for start, end in windows)]
-    outside = [each.seconds for each in done if not any(start <= each.started <= end for start, end in windows)]
+    inside, outside = _split(client, windows)
     return {
         "swaps": len(windows),
         "rate_per_s": client.rate,
@@ -71,6 +80,43 @@ async def _swap(bench: Bench, client: SteadyClient, runs: Sequence[str]) -> dict
         "first_answer_s_p50": round(percentile(first_answers_s, 0.5), 3),
         "first_answer_s_p99": round(percentile(first_answers_s, 0.99), 3),
     }
+
+
+async def _sit_beside(client: SteadyClient, times: int) -> dict[str, Any]:
+    """Return the p99 while a process of low priority that has nothing to do with serving takes and returns memory.
+
+    Whatever a version's start costs others beyond that is serving's; that much any process costs on this machine.
+    """
+    neighbour = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NEIGHBOUR, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert neighbour.stdin is not None
+    assert neighbour.stdout is not None
+    windows: list[tuple[float, float]] = []
+    try:
+        for _ in range(times):
+            started = time.perf_counter()
+            neighbour.stdin.write(b"\n")
+            await neighbour.stdout.readline()
+            windows.append((started, time.perf_counter()))
+            await asyncio.sleep(PAUSE_S)
+    finally:
+        neighbour.kill()
+        await neighbour.wait()
+    inside, outside = _split(client, windows)
+    return {
+        "p99_ms_beside_a_neighbour": round(percentile(inside, 0.99) * 1000, 2),
+        "p99_ratio_beside_a_neighbour": round(percentile(inside, 0.99) / percentile(outside, 0.99), 2),
+    }
+
+
+def _split(client: SteadyClient, windows: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return the seconds of the requests that began in one of the windows, and of those between them."""
+    began, ended = windows[0][0], windows[-1][1] + PAUSE_S
+    done = [each for each in client.replies if began <= each.started <= ended]
+    inside = [each.seconds for each in done if any(start <= each.started <= end for start, end in windows)]
+    outside = [each.seconds for each in done if not any(start <= each.started <= end for start, end in windows)]
+    return inside, outside
 
 
 async def _roll_back(bench: Bench, client: SteadyClient, runs: Sequence[str], count: int) -> dict[str, Any]:

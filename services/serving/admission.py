@@ -51,7 +51,7 @@ class Arrivals:
 
     count: int = 0
 
-    def note(self) -> None:
+    def count_one(self) -> None:
         """Count one until the next round, in which it is open."""
         if not self.count:
             asyncio.get_running_loop().call_soon(self._forget)

@@ -34,7 +34,7 @@ class FetchRequests:
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def begin(self, request: FetchRequest) -> None:
+    def begin_request(self, request: FetchRequest) -> None:
         """Begin with a request, or cancel one."""
         if request.op == "cancel":
             if (task := self._tasks.get(request.id)) is not None:
@@ -82,7 +82,7 @@ async def run(settings: ServingSettings, lines: asyncio.StreamReader) -> None:
             gc.freeze()
             try:
                 while line := await lines.readline():
-                    requests.begin(FetchRequest.model_validate_json(line))
+                    requests.begin_request(FetchRequest.model_validate_json(line))
             finally:
                 await requests.close()
     finally:

@@ -187,9 +187,9 @@ class Router:
             metrics.count_requests(model.name if model is not None else "", "overloaded").inc()
             raise
         if is_arrival:
-            self.load.arrivals.note()
+            self.load.arrivals.count_one()
             if queue is not None:
-                queue.arrivals.note()
+                queue.arrivals.count_one()
 
     async def predict(
         self,

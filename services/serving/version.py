@@ -164,6 +164,8 @@ class ModelHost:
         if keeper is not None:
             await cancel_and_wait(keeper)
         if self._process is not None:
+            # The kernel takes down its memory, which is work, at the priority of the process.
+            priority.set_niceness(self._process.pid, priority.LOADING_NICENESS)
             self._process.kill("it was stopped")
         if self._has_device:
             self._has_device = False

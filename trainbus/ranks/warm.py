@@ -38,6 +38,7 @@ from contracts.model_process import MODEL_PROCESS_MODULE  # noqa: E402
 from contracts.ranks import PACKAGES_DIR_VARIABLE  # noqa: E402
 from trainbus.agent_link import process_exit  # noqa: E402
 from trainbus.ranks import rank  # noqa: E402
+from trainbus.ranks.large_pages import use_large_pages  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
@@ -243,6 +244,7 @@ def main() -> None:
     # Memory of imported modules stays shared with the children if the garbage collector does not touch it.
     gc.collect()
     gc.freeze()
+    use_large_pages()
     WarmServer(arguments.socket).serve()
 
 

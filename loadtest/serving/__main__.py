@@ -2,6 +2,8 @@
 
     python -m loadtest.serving [--only swaps,overload] [--ray-python /path/to/an/environment/with/ray/bin/python]
 
+``--only`` measures some parts; those of the same commit that are on file stay.
+
 A serving service of its own, on a NATS server and an object store of its own, answers requests of clients that send
 them at a fixed rate, whether or not earlier ones are answered. Every answer is compared with the true one, and its
 version and digest with what was promoted. MLflow's server and Ray Serve get the same model and rates in the same run.
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from loadtest.common import report
+from loadtest.common import RESULTS, machine, report
 from loadtest.served_kinds import KINDS
 from loadtest.serving.batches import measure_batching
 from loadtest.serving.faults import measure_faults
@@ -39,6 +42,7 @@ from loadtest.serving.swaps import measure_swaps
 SWAP_RATES = {"linear": 200.0, "CNN": 100.0, "GPT": 50.0}
 #: Of one the router is the limit, of the other the model; and a small model gains nothing from batches.
 OVERLOADED, BATCHED = ("linear", "GPT"), ("GPT",)
+NAME = "serving"
 PARTS = ("swaps", "rollouts", "overload", "faults", "batching", "peers")
 
 
@@ -54,19 +58,26 @@ def main() -> None:
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    figures: dict[str, Any] = {"load_average_before": os.getloadavg()[0]}
+    figures: dict[str, Any] = _read_others(arguments.only)
     for name, measure in _parts(arguments).items():
+        load = os.getloadavg()[0]
         with Console().status(name):
             part, _, key = name.partition(": ")
-            found = asyncio.run(measure())
+            found = {"load_average_before": load, **asyncio.run(measure())}
             figures.setdefault(part, {}).update({key: found} if key else found)
+        print(f"{name}: {json.dumps(found)}")
     if "peers" in arguments.only:
         figures["peers"]["measured"] = versions(arguments.ray_python)
-    report(
-        "serving" if set(arguments.only) == set(PARTS) else f"serving-{'-'.join(arguments.only)}",
-        _rows(figures),
-        figures,
-    )
+    report(NAME, _rows(figures), figures)
+
+
+def _read_others(only: Collection[str]) -> dict[str, Any]:
+    """Return the parts on file that are not measured now, if they are of this very commit."""
+    path = RESULTS / f"{NAME}.json"
+    on_file = json.loads(path.read_text()) if path.exists() else {}
+    if on_file.get("machine", {}).get("commit") != machine()["commit"]:
+        return {}
+    return {name: on_file[name] for name in PARTS if name in on_file and name not in only}
 
 
 def _parts(arguments: argparse.Namespace) -> dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]]:
@@ -135,7 +146,8 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for defect, each in faults["versions"]["of"].items():
             measured = f"{each['stage']}; {each['answers']} answers in {each['answered_for_s']} s"
             rows.append((f"bad version: {defect}", measured, "refused"))
-        for name, each in faults.items():
+        for name in ("poison", "versions"):
+            each = faults[name]
             rows.append((f"{name}: failed beside it", f"{each['failed_requests']} of {each['requests']:,}", "none"))
     for peer, each in figures.get("peers", {}).items():
         if peer != "measured":

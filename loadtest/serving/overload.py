@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 from loadtest.served_models import ServedKind
 from loadtest.serving.bench import start_bench
-from loadtest.serving.client import SteadyClient, answered, find_rate, p99_s
+from loadtest.serving.client import Door, Reply, SteadyClient, answered, find_rate, p99_s
 
 #: The p99 up to which a rate counts as sustained, and for how long each is tried.
 LIMIT_S, TRIAL_S = 0.05, 3.0
 FACTOR = 3
-#: Of the sustained rate, after the overload; and the seconds of one look whether it is served again.
-AFTERWARDS, LOOK_S = 0.8, 0.25
+#: Of the sustained rate, after the overload, and for how long; the seconds of one look whether it is served again, and
+#: how many good ones in a row are needed.
+AFTERWARDS, RECOVERY_S, LOOK_S, GOOD_LOOKS = 0.8, 10.0, 0.25, 4
 
 
 async def measure_overload(kind: ServedKind, seconds: float) -> dict[str, Any]:
@@ -52,11 +52,13 @@ async def measure_overload(kind: ServedKind, seconds: float) -> dict[str, Any]:
             }
 
 
-async def _recover(door: Any, rate: float) -> float:
-    """Return the seconds until all requests of a moment are answered in time again."""
-    began = time.perf_counter()
+async def _recover(door: Door, rate: float) -> float:
+    """Return the seconds until a second begins of which every quarter is answered, with a p99 within the limit."""
     client = SteadyClient(door, rate)
-    sending = asyncio.create_task(client.run(10.0))
-    replies = await sending
-    late = [each.started - began for each in replies if each.status != 200 or each.seconds > LIMIT_S]
-    return round(max(late, default=0.0) + (LOOK_S if late else 0.0), 2)
+    began = time.perf_counter()
+    looks: list[list[Reply]] = [[] for _ in range(int(RECOVERY_S / LOOK_S))]
+    for each in await client.run(RECOVERY_S):
+        looks[min(int((each.started - began) / LOOK_S), len(looks) - 1)].append(each)
+    is_good = [len(answered(each)) == len(each) and p99_s(each) <= LIMIT_S for each in looks]
+    firsts = (number for number in range(len(looks) - GOOD_LOOKS + 1) if all(is_good[number : number + GOOD_LOOKS]))
+    return next(firsts, len(looks)) * LOOK_S

@@ -21,6 +21,8 @@ from services.kit.concurrency import cancel_and_wait
 PAUSE_S, SETTLE_S = 1.0, 0.25
 #: Connections on which one request follows the other, beside the steady load, and the seconds between two.
 CONNECTIONS, GAP_S = 4, 0.05
+#: Times that it takes memory.
+NEIGHBOURS = 30
 #: A process with the priority of one that loads a version. At each line it takes and returns memory, for as long as a
 #: swap of the linear model counts.
 NEIGHBOUR = """
@@ -51,7 +53,7 @@ async def measure_swaps(kind: ServedKind, swaps: int, rollbacks: int, rate: floa
                 figures = await _swap(bench, client, runs)
                 # A rollback brings an older run back, and has a higher version than what it replaces.
                 figures |= await _roll_back(bench, client, runs, rollbacks)
-                figures |= await _sit_beside(client, swaps)
+                figures |= await _sit_beside(client, min(swaps, NEIGHBOURS))
             finally:
                 await cancel_and_wait(*sending)
             everything = client.replies + [reply for each in followed for reply in each]

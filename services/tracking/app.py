@@ -40,6 +40,7 @@ from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, STATUS, Run, filters, fold
 from services.tracking.core.registry import Model, Registry
+from services.tracking.dvc_tag import DVC_MD5, read_dvc_md5
 from services.tracking.model_builder import ModelBuilder, ModelLeftOut
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import (
@@ -454,6 +455,9 @@ class Projector:
         }
         if run.accepted is not None and (init_from := run.accepted.spec.init_from) is not None:
             tags[describe.INIT_FROM] = init_from
+        if run.accepted is not None and run.accepted.spec.checkpoints.dvc:
+            async with ObjectStore(self._settings) as objects:
+                tags[DVC_MD5] = await read_dvc_md5(objects, event.checkpoint_uri) or ""
         files: LoggedModel | None = None
         try:
             files = await self._log_model(event, run, mlflow_run_id)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,11 @@ MODULE = "services.serving.fetch_process"
 
 
 def find_fetchers() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if MODULE in each.cmdline()]
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [each] if MODULE in each.cmdline() else []
+    return found
 
 
 @pytest.mark.parametrize("error", [ModelFolderError("no commit"), TransientError("no store"), OSError(28, "full")])

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from contracts.dvc import TrackedFile, hash_folder, pointer_content, pointers_prefix
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunStarted
@@ -79,7 +80,7 @@ class StoredModel:
     def __init__(self, world: World, objects: ObjectStore) -> None:
         self.world, self.objects, self.settings = world, objects, world.settings
 
-    async def task_story(self, run_id: str = "r1", files: dict[str, str] | None = None) -> Story:
+    async def task_story(self, run_id: str = "r1", files: dict[str, str] | None = None, **fields: Any) -> Story:
         """Publish an accepted run of a Task."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -91,7 +92,7 @@ class StoredModel:
         uri = f"s3://{self.settings.bucket_code}/packages/{sha256(content)}.tar.gz"
         await self.objects.put(uri, content)
         code = {"uri": uri, "sha256": sha256(content)}
-        spec = task_spec(task="task:Line", code=code, params={"width": 2}, model="m")
+        spec = task_spec(task="task:Line", code=code, params={"width": 2}, model="m", **fields)
         return await self._accept(run_id, spec)
 
     async def script_story(self, run_id: str = "r1") -> Story:
@@ -216,6 +217,19 @@ async def test_a_promoted_task_loads_from_an_embedded_mlflow(
     assert {int(each.version): each.source for each in versions} == dict.fromkeys((1, 2), champion.source)
     assert stored.champion().version == 2
     assert list((embedded_settings.data_dir / "tracking-models").iterdir()) == []
+
+
+async def test_a_version_is_tagged_with_the_hash_that_dvc_gives_its_checkpoint(
+    bus: Bus, embedded_settings: TrackingSettings, objects: ObjectStore, running: Callable[..., Awaitable[Any]]
+) -> None:
+    stored = await start(bus, embedded_settings, running, objects)
+    story = await stored.task_story(checkpoints={"dvc": True})
+    uri = await stored.commit_task(story)
+    of_nodes = [TrackedFile(f"rank{number}/state.json", sha256(b"%d" % number)[:32], 3) for number in range(2)]
+    for number, file in enumerate(of_nodes, 1):
+        await objects.put(f"{pointers_prefix(uri)}n{number}.dvc", pointer_content([file]))
+    await stored.promote(story, uri)
+    assert stored.champion().tags["trainbus.dvc_md5"] == hash_folder(of_nodes)
 
 
 @pytest.mark.e2e

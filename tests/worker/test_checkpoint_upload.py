@@ -31,6 +31,7 @@ from services.worker.checkpoints.dvc import pointer_key, write_pointer
 from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs, UploadError, file_ranges, find_bases
 from services.worker.core import checkpoint_chunks as core
 from services.worker.core.checkpoint_chunks import DeltaBases
+from tests.contracts.test_dvc import DVC_3_67_1
 from tests.worker.conftest import World
 
 MIB = 2**20
@@ -418,20 +419,6 @@ async def test_dvc_pointer_names_the_stored_files(tmp_path: Path, objects: Objec
         content = await objects.get(f"s3://{bucket}/dvc/files/md5/{out['md5'][:2]}/{out['md5'][2:]}")
         assert content == named[out["path"]].read_bytes()
         assert (hashlib.md5(content).hexdigest(), len(content), "md5") == (out["md5"], out["size"], out["hash"])
-
-
-#: Files, and the MD5 under which ``dvc add`` of DVC 3.67.1 keeps each.
-DVC_3_67_1 = {
-    "model-0.safetensors": (b"weights\n", "fad624b28208abf62b4d0db65c04757b"),
-    "empty": (b"", "d41d8cd98f00b204e9800998ecf8427e"),
-    "rank0/dos.txt": (b"line one\r\nline two\r\n", "a775daabdb44c57a65eaadeef4edfe51"),
-    "rank0/nested/deep.bin": (b"deep", "6627415e807ee33c7302917216e7da68"),
-    "ünï code/größe.bin": (b"umlaut", "e4f7981a7e3b887516e863b95c969e50"),
-    "a\"b'c.txt": (b"quote", "7a674c327bfa07f7c1204fb38ca6ef3b"),
-    "x: y #z.txt": (b"yaml", "6eedc03a68a69933c763e674f2d7c42f"),
-    # DVC refused this name as two surrogates, in which JSON has it.
-    "📦/😀.bin": (b"emoji", "ba323c3f5b3f1b536461d41cc7f1ba60"),
-}
 
 
 async def test_the_hashes_and_names_are_those_of_dvc(

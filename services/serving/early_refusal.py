@@ -1,8 +1,8 @@
 """Refuses requests for predictions before they are parsed, while too many wait.
 
-A server that spends a quarter of an answer's work on each refusal answers less the more it is asked. So what can be
-refused is refused where its head arrives (``RefusingProtocol``), for less than a tenth of that; the rest, such as a
-chunked body, before its body is read (``AdmissionMiddleware``).
+A server that spends much of an answer's work on each refusal answers less the more it is asked. So what can be refused
+is refused where its head arrives (``RefusingProtocol``), for a fifth of an answer of the smallest model; the rest, such
+as a chunked body, before its body is read (``AdmissionMiddleware``).
 """
 
 from __future__ import annotations

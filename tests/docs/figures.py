@@ -97,14 +97,50 @@ def _mine(order: str) -> tuple[Source, ...]:
     return tuple(of_rows("data-speed.json", f"{order}, files written {size} at a time") for size in ("64 KB", "1 MB"))
 
 
+SERVING, FIRST_DAY = "serving.json", "first-day.json"
+#: Rows of the table of docs/serving.md, with the keys of their figures.
+SWAP_ROWS = {
+    "first answer, p50 / p99 | {} / {} s | {} / {} s | {} / {} s |": ("first_answer_s_p50", "first_answer_s_p99"),
+    "rollback, p50 / max | {} / {} s | {} / {} s | {} / {} s |": ("rollback_s_p50", "rollback_s_max"),
+    "in a swap / outside of one | {} / {} ms | {} / {} ms | {} / {} ms |": ("p99_ms_in_a_swap", "p99_ms_outside"),
+    "the same, as a ratio | {} | {} | {} |": ("p99_ratio",),
+    "process of low priority takes memory | {} | {} | {} |": ("p99_ratio_beside_a_neighbour",),
+}
+OVERLOAD_ROWS = {
+    "requests a second at a p99 of 50 ms | {} |  | {} |": ("sustained_per_s",),
+    "goodput, as a share of it | {} |  | {} |": ("goodput_ratio",),
+    "recovered after | {} ms; {} s |  | {} ms; {} s |": ("p99_ms_of_answers", "recovery_s"),
+}
+
+
+def _of_swaps(row: str, *keys: str) -> Quote:
+    sources = (Source(SERVING, f"swaps/{kind}/{key}") for kind in ("linear", "CNN", "GPT") for key in keys)
+    return Quote("docs/serving.md", row, tuple(sources))
+
+
+def _of_overload(row: str, *keys: str) -> Quote:
+    sources = (Source(SERVING, f"overload/{kind}/{key}") for kind in ("linear", "GPT") for key in keys)
+    return Quote("docs/serving.md", row, tuple(sources))
+
+
+def _of_peers(key: str) -> tuple[Source, ...]:
+    return tuple(Source(SERVING, f"peers/{name}/{key}") for name in ("trainbus", "MLflow", "Ray Serve"))
+
+
+def _longest_answered_s(versions: dict[str, dict[str, float]]) -> float:
+    return max(each["answered_for_s"] for each in versions.values())
+
+
 README, EXACT, SCHEDULER = "README.md", "docs/exact-training.md", "docs/scheduler.md"
 HOUR = 1 / 3600
-SERVING, FIRST_DAY = "serving.json", "first-day.json"
 QUOTES = [
     Quote(
         README,
         "answers after {} s, and a rollback takes {} s (medians); of {} requests a second none failed in {} swaps",
-        tuple(Source(SERVING, key) for key in ("first_answer_s_p50", "rollback_s_p50", "rate_per_s", "swaps")),
+        tuple(
+            Source(SERVING, f"swaps/linear/{key}")
+            for key in ("first_answer_s_p50", "rollback_s_p50", "rate_per_s", "swaps")
+        ),
     ),
     Quote(
         README,
@@ -128,18 +164,19 @@ QUOTES = [
             )
         ),
     ),
+    *(_of_swaps(row, *keys) for row, keys in SWAP_ROWS.items()),
+    *(_of_overload(row, *keys) for row, keys in OVERLOAD_ROWS.items()),
+    Quote("docs/serving.md", "at a p99 of 50 ms | {} | {} | {} |\n| requests lost", _of_peers("rate_per_s")),
+    Quote("docs/serving.md", "updates at 50 a second | {} | {} | {} |", _of_peers("lost")),
     Quote(
         "docs/serving.md",
-        "answered {} s after its promotion (p99 {} s), the old one {} s after a rollback (at most {} s)",
-        tuple(
-            Source(SERVING, key)
-            for key in ("first_answer_s_p50", "first_answer_s_p99", "rollback_s_p50", "rollback_s_max")
-        ),
+        "answered for {} s at most until it was taken back",
+        (Source(SERVING, "faults/versions/of", reduce=_longest_answered_s),),
     ),
     Quote(
         "docs/serving.md",
-        "The p99 of requests was {} ms within a swap, while a process starts on the same cores, and {} ms outside",
-        (Source(SERVING, "p99_ms_in_a_swap"), Source(SERVING, "p99_ms_outside")),
+        "let the GPT answer {} requests a second, where one by one it answers {}",
+        (Source(SERVING, "batching/GPT/on_per_s"), Source(SERVING, "batching/GPT/off_per_s")),
     ),
     Quote(README, "the whole stack, ready | {} s | {} s", (of_wait("stack_ready"), of_wait("stack_ready", "ray_s"))),
     Quote(
